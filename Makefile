@@ -1,0 +1,70 @@
+# People and CI use the same targets. `make serve` and `make test` are all a fresh machine needs: they set up .venv themselves.
+
+PYTHON ?= python3
+MODEL ?= SmolLM2-135M-Instruct
+ARGS ?=
+
+# On a machine without an NVIDIA GPU, where the configured package index would bring a CUDA build of torch, torch comes from here,
+# if it answers. Set it to a mirror of your own, or set TORCH_BUILD=cuda or TORCH_BUILD=cpu to say which build you want.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH_BUILD ?= auto
+export TORCH_CPU_INDEX TORCH_BUILD
+
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP_INPUTS := scripts/setup.py pyproject.toml constraints.txt $(wildcard */pyproject.toml clients/python/pyproject.toml kernels/setup.py) \
+	$(wildcard kernels/octavo_kernels/cpu/csrc/*)
+PROTOS := $(shell find protos -name '*.proto' | sort)
+SOURCES := clients/python/octavo router/octavo_router worker/octavo_worker kernels/octavo_kernels
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev serve test test-full check format proto bench up clean
+
+help: ## Shows the targets.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(VENV)/.runtime: $(SETUP_INPUTS)
+	$(PYTHON) scripts/setup.py --venv $(VENV)
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(PYTHON) scripts/setup.py --venv $(VENV) --dev
+
+setup: $(VENV)/.runtime ## Makes .venv with the product in it and fetches the default model.
+
+setup-dev: $(VENV)/.dev ## The same, with the tools that test and check.
+
+serve: $(VENV)/.runtime ## Serves MODEL (the default model) over HTTP and gRPC. ARGS="--port 9000 …"
+	@$(BIN)/octavo serve $(MODEL) $(ARGS)
+
+test: $(VENV)/.dev ## Runs the tests. ARGS="tests/router -k stop"
+	$(BIN)/python -m pytest -m "not full" $(ARGS)
+
+test-full: $(VENV)/.dev ## Runs the whole matrix of equality tests as well. Takes long.
+	$(BIN)/python -m pytest --timeout 3600 $(ARGS)
+
+check: $(VENV)/.dev ## Lints, checks types, the contract, generated code and who may import whom.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy $(SOURCES)
+	cd protos && ../$(BIN)/buf lint && ../$(BIN)/buf format --diff --exit-code
+	$(BIN)/python scripts/check_contract.py
+	$(BIN)/lint-imports
+
+format: $(VENV)/.dev ## Formats Python and protos.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	cd protos && ../$(BIN)/buf format --write
+
+proto: $(VENV)/.dev ## Generates the Python stubs from protos/.
+	$(BIN)/python scripts/generate_stubs.py clients/python
+
+bench: $(VENV)/.runtime ## Compares speed side by side with transformers, in one run.
+	$(PYTHON) scripts/setup.py --venv .venv-bench --peer transformers
+	$(BIN)/python benchmarks/bench_serving.py --peer-python .venv-bench/bin/python $(ARGS)
+
+up: ## Builds the images and starts router and worker in containers.
+	@if docker compose version >/dev/null 2>&1; then docker compose up --build $(ARGS); else docker-compose up --build $(ARGS); fi
+
+clean: ## Removes .venv and everything built.
+	rm -rf $(VENV) .venv-bench build */build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find . -name __pycache__ -o -name '*.egg-info' -o -name '*.so' -not -path './.git/*' | xargs rm -rf

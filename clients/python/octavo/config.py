@@ -1,0 +1,218 @@
+"""Every setting of the two programs, declared once: name, default, range and help.
+
+`octavo-worker` and `octavo-router` derive their flags and environment variables from the frozen classes here,
+`octavo serve` and `LLM(...)` take the union of both and hand each program its own. This module knows nothing of what the settings
+do; it only parses and checks them.
+
+A setting `max_num_seqs` is the flag `--max-num-seqs` and the environment variable `OCTAVO_MAX_NUM_SEQS`; the flag wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from octavo.errors import ConfigError
+
+DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+GIB = 1 << 30
+
+
+def _setting(
+    default: Any,
+    help: str,
+    *,
+    choices: Sequence[str] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """A field with its flag's help text and range, both ends included. A tuple default makes a flag that may be repeated."""
+    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Base of the settings classes: flags in, checked values out, flags again for a child process."""
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raises ConfigError that names the first key whose value is out of range."""
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            values = value if isinstance(value, tuple) else (value,)
+            for item in values:
+                _check(spec, item)
+
+    @classmethod
+    def add_flags(cls, parser: argparse.ArgumentParser, skip: Sequence[str] = ()) -> None:
+        """Adds a flag for each setting but those in `skip`. Flags that were not given are left out of the namespace."""
+        group = parser.add_argument_group(cls.__name__.removesuffix("Config").lower())
+        for spec in dataclasses.fields(cls):
+            flag = _flag(spec.name)
+            if spec.name in skip or flag in parser._option_string_actions:
+                continue
+            kind = _type_of(cls, spec.name)
+            help_text = f"{spec.metadata['help']} (default: {_shown(spec.default)})".replace("%", "%%")
+            if kind is bool:
+                group.add_argument(
+                    flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=help_text
+                )
+                continue
+            repeat: dict[str, Any] = {"action": "append"} if isinstance(spec.default, tuple) else {}
+            group.add_argument(
+                flag,
+                type=kind,
+                choices=spec.metadata["choices"],
+                default=argparse.SUPPRESS,
+                metavar=None if spec.metadata["choices"] else kind.__name__.upper(),
+                help=help_text,
+                **repeat,
+            )
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> Self:
+        """Settings from given values (a namespace's or keyword arguments), then the environment, then the defaults.
+
+        Raises ConfigError for a value that is out of range or an environment variable that cannot be read.
+        """
+        chosen: dict[str, Any] = {}
+        for spec in dataclasses.fields(cls):
+            if values.get(spec.name) is not None:
+                value = values[spec.name]
+                chosen[spec.name] = tuple(value) if isinstance(value, list) else value
+            elif (text := environ.get(f"OCTAVO_{spec.name.upper()}")) is not None:
+                chosen[spec.name] = _from_text(cls, spec, text)
+        return cls(**chosen)
+
+    def to_flags(self) -> list[str]:
+        """The flags that give these settings again; settings at their default are left out."""
+        flags: list[str] = []
+        for spec in dataclasses.fields(self):
+            value = getattr(self, spec.name)
+            if value == spec.default or value is None:
+                continue
+            if isinstance(value, bool):
+                flags.append(_flag(spec.name) if value else f"--no-{_flag(spec.name)[2:]}")
+                continue
+            for item in value if isinstance(value, tuple) else (value,):
+                flags.append(f"{_flag(spec.name)}={item}")
+        return flags
+
+
+@dataclass(frozen=True)
+class WorkerConfig(Settings):
+    """What one worker is started with."""
+
+    model: str = _setting(
+        DEFAULT_MODEL, "a folder with a checkpoint, a GGUF file, a hub id, or the name of an installed model"
+    )
+    listen: str = _setting("127.0.0.1:50061", "address to serve the router on: HOST:PORT or unix:PATH")
+    worker_name: str = _setting("worker-0", "name of this worker, unique among a router's workers")
+    dtype: str = _setting(
+        "auto",
+        "data type of weights, activations and KV; auto takes the checkpoint's own, bfloat16 for GGUF",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = _setting("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
+    kernel_backend: str = _setting(
+        "auto", "kernels: auto takes the fastest that runs here and says which", choices=("auto", "cpu", "reference")
+    )
+    num_threads: int = _setting(0, "compute threads; 0 takes the cores that this process may use", low=0, high=1024)
+    block_size: int = _setting(16, "tokens in a KV block: 8, 16 or 32", low=8, high=32)
+    gpu_memory_utilization: float = _setting(
+        0.9, "share of the memory that is free at start which weights and KV may take", low=0.01, high=1.0
+    )
+    kv_cache_memory: float = _setting(
+        4.0, "most memory for KV blocks on a CPU device, in GiB; 0 is no cap", low=0.0, high=1 << 20
+    )
+    num_device_blocks: int = _setting(0, "number of KV blocks on the device; 0 sizes the pool from free memory", low=0)
+    swap_space: float = _setting(0.0, "memory of the host tier, in GiB", low=0.0, high=1 << 20)
+    max_num_batched_tokens: int = _setting(512, "most tokens that one step computes", low=1, high=1 << 20)
+    max_plans_in_flight: int = _setting(2, "plans taken before the first is answered; 1 is no lookahead", low=1, high=8)
+    lease_ms: int = _setting(10_000, "silence of the router after which its lease ends, in ms", low=100)
+    log_level: str = _setting("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))
+
+    def validate(self) -> None:
+        super().validate()
+        if self.block_size not in (8, 16, 32):
+            raise ConfigError(f"block_size is {self.block_size}; it must be 8, 16 or 32")
+
+
+@dataclass(frozen=True)
+class RouterConfig(Settings):
+    """What one router is started with."""
+
+    worker: tuple[str, ...] = _setting(("127.0.0.1:50061",), "address of a worker: HOST:PORT or unix:PATH")
+    host: str = _setting("127.0.0.1", "address to serve HTTP and gRPC on; 0.0.0.0 for all interfaces")
+    port: int = _setting(8000, "HTTP port; 0 picks a free one, -1 serves no HTTP", low=-1, high=65535)
+    grpc_port: int = _setting(50051, "gRPC port; 0 picks a free one, -1 serves no TCP", low=-1, high=65535)
+    grpc_socket: str = _setting("", "path of a Unix socket to serve gRPC on as well")
+    served_model_name: tuple[str, ...] = _setting((), "name clients use for the model; the first one is reported")
+    max_model_len: int = _setting(0, "most tokens of a request, prompt and output; 0 takes the model's", low=0)
+    max_num_seqs: int = _setting(256, "most sequences in one step", low=1, high=1 << 16)
+    max_num_batched_tokens: int = _setting(512, "most tokens that one step computes", low=1, high=1 << 20)
+    enable_chunked_prefill: bool = _setting(True, "split prompts over steps when a step's tokens do not suffice")
+    max_plans_in_flight: int = _setting(2, "plans sent before the first is answered; 1 is no lookahead", low=1, high=8)
+    max_waiting_requests: int = _setting(4096, "requests that may wait before new ones get 429; 0 is no limit", low=0)
+    max_waiting_prompt_tokens: int = _setting(
+        2_000_000, "prompt tokens that may wait before new requests get 429; 0 is no limit", low=0
+    )
+    max_request_bytes: int = _setting(32 << 20, "largest request body or message, in bytes", low=1024)
+    tokenizer_threads: int = _setting(2, "threads that tokenize and render templates", low=1, high=64)
+    step_timeout_s: float = _setting(
+        30.0, "time without progress of the worker's executor after which its session is given up, in s", low=0.1
+    )
+    grace_period_s: float = _setting(30.0, "time that running requests get to finish after SIGTERM, in s", low=0.0)
+    chat_template: str = _setting("", "path of a Jinja chat template to use instead of the model's")
+    router_name: str = _setting("router-0", "name of this router, in the workers' logs")
+    log_level: str = _setting("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _type_of(cls: type[Settings], name: str) -> type:
+    """The type of one value of a setting: of `tuple[str, ...]` it is str."""
+    hint = typing.get_type_hints(cls)[name]
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+    if isinstance(hint, types.UnionType):
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    return typing.cast(type, hint)
+
+
+def _from_text(cls: type[Settings], spec: dataclasses.Field[Any], text: str) -> Any:
+    kind = _type_of(cls, spec.name)
+    name = f"OCTAVO_{spec.name.upper()}"
+    try:
+        if kind is bool:
+            return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+        if isinstance(spec.default, tuple):
+            return tuple(kind(part) for part in text.split(",") if part)
+        return kind(text)
+    except (ValueError, KeyError):
+        raise ConfigError(f"environment variable {name} is {text!r}; it must be a {kind.__name__}") from None
+
+
+def _check(spec: dataclasses.Field[Any], value: Any) -> None:
+    low, high, choices = spec.metadata["low"], spec.metadata["high"], spec.metadata["choices"]
+    if choices is not None and value not in choices:
+        raise ConfigError(f"{spec.name} is {value!r}; it must be one of {', '.join(choices)}")
+    if (low is not None and not value >= low) or (high is not None and not value <= high):
+        ends = f"at least {low:g}" if high is None else f"from {low:g} to {high:g}"
+        raise ConfigError(f"{spec.name} is {value}; it must be {ends}")
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, tuple):
+        return ", ".join(map(str, default)) or "none"
+    return str(default) if default != "" else "none"

