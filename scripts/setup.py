@@ -102,8 +102,8 @@ def install_torch(pip: list[str]) -> None:
         if not answers(index):
             raise SetupError(
                 "there is no NVIDIA GPU here, and the configured package index has only a CUDA build of torch, "
-                f"of several GB. TORCH_CPU_INDEX={index or '(empty)'} does not answer: set it to an index of CPU builds, "
-                "or set TORCH_BUILD=cuda to take the CUDA build"
+                f"of several GB. TORCH_CPU_INDEX={index or '(empty)'} does not answer: set it to an index of CPU "
+                "builds, or set TORCH_BUILD=cuda to take the CUDA build"
             )
         say("installing torch for the CPU")
         command += ["--index-url", index]
