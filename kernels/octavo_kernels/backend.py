@@ -88,7 +88,7 @@ class AttentionBatch:
 
 
 class Linear(Protocol):
-    """A linear layer whose weights were prepared once for its backend."""
+    """A linear layer whose weights were prepared once for its backend; the caller may drop the original tensor."""
 
     in_features: int
     out_features: int
@@ -103,11 +103,18 @@ class Linear(Protocol):
 
 
 class Backend(Protocol):
-    """The ops a worker needs. All tensors live on `device`; activations share one dtype unless said otherwise."""
+    """The ops a worker needs. All tensors live on `device`; activations share one dtype unless said otherwise.
+
+    Every op checks what it is given and raises `errors.InvalidArgumentError`, a `ValueError`, naming the value.
+    """
 
     name: str
     device: torch.device
     row_invariant: bool
+
+    def describe(self) -> str:
+        """One line for the log: the backend, how it computes and on how many threads."""
+        ...
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Prepares a linear layer. weight: (out_features, in_features); bias: (out_features,) or None."""
@@ -138,7 +145,8 @@ class Backend(Protocol):
         """Causal attention of every query token over its sequence's blocks (Kwon et al., SOSP 2023, section 4.1).
 
         q: (T, num_heads, head_dim), may be strided in dim 0; num_heads is a multiple of num_kv_heads and query heads
-        are grouped by KV head (Ainslie et al., GQA). A token at position p attends to positions max(0, p - sliding_window + 1)..p.
+        are grouped by KV head (Ainslie et al., GQA). A token at position p attends to positions
+        max(0, p - sliding_window + 1)..p. A sequence may own no tokens. The positions of a sequence's tokens are consecutive.
         Softmax and accumulation in fp32. Returns a new contiguous (T, num_heads * head_dim) of q's dtype.
         """
         ...
@@ -156,11 +164,14 @@ class Backend(Protocol):
         ...
 
     def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        """Samples one id a row: arg max of logits / temperature + Gumbel noise (Gumbel, 1954; the Gumbel-max trick).
+        """Samples one id a row: arg max of (logits - max) / temperature + Gumbel noise (Gumbel, 1954; the Gumbel-max trick).
 
-        logits: (S, vocab) fp32, -inf for banned ids, not mutated; temperatures: (S,) fp32, 0 means plain arg max;
-        seeds: (S,) int64, the 64 bits of the key; positions: (S,) int64. Ties go to the lowest id. The noise of id v is drawn from
-        Philox4x32-10 (Salmon et al., SC 2011) with key = seed and counter = (v // 4, 0, position low, position high), lane
-        v % 4; u = (word >> 8) * 2^-24 + 2^-25, noise = -log(-log(u)). Returns (S,) int64.
+        logits: (S, vocab) fp32, -inf for banned ids, not mutated; temperatures: (S,) fp32, 0 means plain arg max of the
+        logits; seeds: (S,) int64, the 64 bits of the key, low word first; positions: (S,) int64. Ties go to the lowest id.
+        The noise of id v is drawn from Philox4x32-10 (Salmon et al., SC 2011) with key = seed and counter =
+        (v // 4, 0, position low, position high), lane v % 4: u = (word >> 8) * 2^-24 + 2^-25, exactly (in fp32 the
+        largest would round to 1 and its noise be infinite), noise = -log(-log(u)), rounded to fp32.
+
+        Returns (S,) int64; -1 for a row that has a NaN, a +inf or nothing but -inf, so that its sequence alone can fail.
         """
         ...

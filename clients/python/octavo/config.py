@@ -1,8 +1,8 @@
 """Every setting of the two programs, declared once: name, default, range and help.
 
 `octavo-worker` and `octavo-router` derive their flags and environment variables from the frozen classes here,
-`octavo serve` and `LLM(...)` take the union of both and hand each program its own. This module knows nothing of what the settings
-do; it only parses and checks them.
+`octavo serve` and `LLM(...)` take the union of both and hand each program its own (`pair_settings`). This module knows
+nothing of what the settings do; it only parses and checks them.
 
 A setting `max_num_seqs` is the flag `--max-num-seqs` and the environment variable `OCTAVO_MAX_NUM_SEQS`; the flag wins.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import os
 import types
 import typing
@@ -23,6 +24,8 @@ from octavo.errors import ConfigError
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 GIB = 1 << 30
 
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
 
 def _setting(
     default: Any,
@@ -32,7 +35,7 @@ def _setting(
     low: float | None = None,
     high: float | None = None,
 ) -> Any:
-    """A field with its flag's help text and range, both ends included. A tuple default makes a flag that may be repeated."""
+    """A field with its flag's help text and range, both ends included. A tuple default makes a repeatable flag."""
     return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
 
 
@@ -47,9 +50,10 @@ class Settings:
         """Raises ConfigError that names the first key whose value is out of range."""
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
-            values = value if isinstance(value, tuple) else (value,)
-            for item in values:
-                _check(spec, item)
+            if isinstance(spec.default, tuple) and not isinstance(value, tuple):
+                raise ConfigError(f"{spec.name} is {value!r}; it must be a tuple of texts")
+            for item in value if isinstance(value, tuple) else (value,):
+                _check(spec, item, _type_of(type(self), spec.name))
 
     @classmethod
     def add_flags(cls, parser: argparse.ArgumentParser, skip: Sequence[str] = ()) -> None:
@@ -86,9 +90,8 @@ class Settings:
         chosen: dict[str, Any] = {}
         for spec in dataclasses.fields(cls):
             if values.get(spec.name) is not None:
-                value = values[spec.name]
-                chosen[spec.name] = tuple(value) if isinstance(value, list) else value
-            elif (text := environ.get(f"OCTAVO_{spec.name.upper()}")) is not None:
+                chosen[spec.name] = _given(spec, values[spec.name])
+            elif (text := environ.get(environment_name(spec.name))) is not None:
                 chosen[spec.name] = _from_text(cls, spec, text)
         return cls(**chosen)
 
@@ -170,10 +173,47 @@ class RouterConfig(Settings):
     step_timeout_s: float = _setting(
         30.0, "time without progress of the worker's executor after which its session is given up, in s", low=0.1
     )
+    worker_timeout_s: float = _setting(
+        60.0, "time without a worker after which requests fail with UNAVAILABLE, in s", low=0.1
+    )
     grace_period_s: float = _setting(30.0, "time that running requests get to finish after SIGTERM, in s", low=0.0)
     chat_template: str = _setting("", "path of a Jinja chat template to use instead of the model's")
+    ready_file: str = _setting(
+        "", 'file that is written once the router serves: JSON with the addresses, {"http": ..., "grpc": ...}'
+    )
     router_name: str = _setting("router-0", "name of this router, in the workers' logs")
     log_level: str = _setting("info", "least severe messages to log", choices=("debug", "info", "warning", "error"))
+
+
+def pair_settings(
+    values: Mapping[str, Any], environ: Mapping[str, str] = os.environ
+) -> tuple[WorkerConfig, RouterConfig]:
+    """Settings of both programs from the union of their names; a setting that both have goes to both.
+
+    Raises ConfigError as `Settings.from_values` does, and for a name that neither program has.
+    """
+    names = setting_names()
+    for name in values:
+        if name not in names:
+            close = difflib.get_close_matches(name, sorted(names), n=1)
+            hint = f"; did you mean {close[0]}?" if close else f"; settings are {', '.join(sorted(names))}"
+            raise ConfigError(f"there is no setting {name!r}{hint}")
+    return WorkerConfig.from_values(values, environ), RouterConfig.from_values(values, environ)
+
+
+def setting_names() -> frozenset[str]:
+    """The names of every setting of either program."""
+    return frozenset(spec.name for cls in (WorkerConfig, RouterConfig) for spec in dataclasses.fields(cls))
+
+
+def quiet_log_level(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The log level of a pair that works for one program and not as a server: warnings, unless the environment says."""
+    return None if environment_name("log_level") in environ else "warning"
+
+
+def environment_name(name: str) -> str:
+    """The environment variable of a setting."""
+    return f"OCTAVO_{name.upper()}"
 
 
 def _flag(name: str) -> str:
@@ -192,7 +232,7 @@ def _type_of(cls: type[Settings], name: str) -> type:
 
 def _from_text(cls: type[Settings], spec: dataclasses.Field[Any], text: str) -> Any:
     kind = _type_of(cls, spec.name)
-    name = f"OCTAVO_{spec.name.upper()}"
+    name = environment_name(spec.name)
     try:
         if kind is bool:
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
@@ -200,10 +240,24 @@ def _from_text(cls: type[Settings], spec: dataclasses.Field[Any], text: str) -> 
             return tuple(kind(part) for part in text.split(",") if part)
         return kind(text)
     except (ValueError, KeyError):
-        raise ConfigError(f"environment variable {name} is {text!r}; it must be a {kind.__name__}") from None
+        raise ConfigError(
+            f"environment variable {name} is {text!r}; it must be {_KINDS.get(kind, kind.__name__)}"
+        ) from None
 
 
-def _check(spec: dataclasses.Field[Any], value: Any) -> None:
+def _given(spec: dataclasses.Field[Any], value: Any) -> Any:
+    """A value as a caller or argparse gave it: one text or a list stands for a tuple, a path for its text."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(spec.default, tuple):
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    return value
+
+
+def _check(spec: dataclasses.Field[Any], value: Any, kind: type) -> None:
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{spec.name} is {value!r}; it must be {_KINDS.get(kind, kind.__name__)}")
     low, high, choices = spec.metadata["low"], spec.metadata["high"], spec.metadata["choices"]
     if choices is not None and value not in choices:
         raise ConfigError(f"{spec.name} is {value!r}; it must be one of {', '.join(choices)}")

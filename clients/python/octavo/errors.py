@@ -14,6 +14,7 @@
     ├── GenerationError            this request failed while it ran; others did not
     ├── ModelLoadError             a model that cannot be loaded (raised at start, not to clients)
     ├── ConfigError                a setting that is out of range (raised at start)
+    ├── StartError                 a router or worker that could not be started, or kept dying
     └── InternalError              a bug of ours
 
 The front ends turn errors into statuses and the Python client turns statuses back into errors, both by `ERROR_TABLE`.
@@ -97,6 +98,18 @@ class ConfigError(OctavoError):
     """A setting has a wrong value. The message names key and value."""
 
 
+class StartError(OctavoError):
+    """A router or worker could not be started, or died again and again.
+
+    `exit_code` is the program's, None where it did not end by itself; 2 says that its settings or its model are at
+    fault.
+    """
+
+    def __init__(self, message: str, *, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 class InternalError(OctavoError):
     """Something that should not happen did."""
 
@@ -154,9 +167,10 @@ ERROR_TABLE: dict[type[OctavoError], ErrorMapping] = {
     ConfigError: ErrorMapping(
         grpc.StatusCode.FAILED_PRECONDITION, HTTPStatus.INTERNAL_SERVER_ERROR, "server_error", "CONFIG"
     ),
-    InternalError: ErrorMapping(
-        grpc.StatusCode.INTERNAL, HTTPStatus.INTERNAL_SERVER_ERROR, "server_error", "INTERNAL"
+    StartError: ErrorMapping(
+        grpc.StatusCode.FAILED_PRECONDITION, HTTPStatus.INTERNAL_SERVER_ERROR, "server_error", "START"
     ),
+    InternalError: ErrorMapping(grpc.StatusCode.INTERNAL, HTTPStatus.INTERNAL_SERVER_ERROR, "server_error", "INTERNAL"),
 }
 
 

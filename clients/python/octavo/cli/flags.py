@@ -1,0 +1,72 @@
+"""Flags that several commands share: the model and the settings of a pair, and the sampling parameters."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+from octavo.config import RouterConfig, WorkerConfig, pair_settings, setting_names
+from octavo.errors import ConfigError
+from octavo.types import SamplingParams
+
+# How worker and router find each other is the pair's own affair.
+PAIR_OWNED = ("listen", "worker", "ready_file")
+
+_SAMPLING: tuple[tuple[str, type, str], ...] = (
+    ("temperature", float, "0 takes the likeliest token; higher is more varied"),
+    ("top_p", float, "keep the smallest set of tokens whose probability reaches this"),
+    ("top_k", int, "keep this many likeliest tokens; 0 keeps all"),
+    ("min_p", float, "drop tokens less likely than this share of the likeliest"),
+    ("seed", int, "the same seed gives the same tokens"),
+)
+
+
+def add_setting_flags(parser: argparse.ArgumentParser, *, skip: Collection[str] = ()) -> None:
+    """Adds the settings of both programs, in one group each. A setting that both have stands with the worker's."""
+    hidden = (*PAIR_OWNED, *skip)
+    WorkerConfig.add_flags(parser, skip=hidden)
+    RouterConfig.add_flags(parser, skip=hidden)
+
+
+def settings_of(args: argparse.Namespace, **fixed: Any) -> tuple[WorkerConfig, RouterConfig]:
+    """The settings that were given as flags or in the environment; `fixed` ones win."""
+    names = setting_names()
+    given = {name: value for name, value in vars(args).items() if name in names}
+    model = getattr(args, "model_argument", None)
+    if model is not None:
+        if given.get("model", model) != model:
+            raise ConfigError(f"the model is given twice: {model!r} and --model={given['model']!r}; give one")
+        given["model"] = model
+    return pair_settings({**given, **fixed})
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Adds the positional MODEL, another way to say --model."""
+    parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="the model; the same as --model")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
+    """Adds the sampling parameters; those that are not given are left to the model's defaults."""
+    group = parser.add_argument_group("sampling", "What is not given is left to the model's own defaults.")
+    for name, kind, text in _SAMPLING:
+        group.add_argument("--" + name.replace("_", "-"), type=kind, metavar=kind.__name__.upper(), help=text)
+    shown = "up to the context's end" if max_tokens is None else max_tokens
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="INT",
+        default=max_tokens,
+        help=f"most tokens to generate for a prompt (default: {shown})",
+    )
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end where this text appears; may be given several times"
+    )
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    """The sampling parameters that were given."""
+    given = {name: getattr(args, name) for name, _, _ in _SAMPLING if getattr(args, name) is not None}
+    defaults = SamplingParams.model_defaults(max_tokens=args.max_tokens)
+    return dataclasses.replace(defaults, stop=args.stop, **given)

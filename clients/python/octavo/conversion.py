@@ -1,0 +1,321 @@
+"""Between the types people hold and the messages of `octavo.v1`: requests out, responses back.
+
+Shared by the synchronous and the asynchronous client. Values are not judged here: what the contract can express goes
+to the server, which answers for it. Only what cannot be put into a message (a negative count, an unknown key) is
+refused here, with the error the server would have used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, get_type_hints
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.json_format import ParseError
+from google.protobuf.message import Message as ProtoMessage
+
+from octavo.errors import InvalidRequestError
+from octavo.types import (
+    BeamSearchParams,
+    ChatOptions,
+    Message,
+    Prompt,
+    RequestOptions,
+    SamplingParams,
+    StructuredOutputsParams,
+)
+from octavo.v1 import inference_pb2, sampling_pb2
+
+_EXPECTED = {
+    FieldDescriptor.TYPE_UINT32: "an integer from 0 to 4294967295",
+    FieldDescriptor.TYPE_UINT64: "an integer from 0 to 18446744073709551615",
+    FieldDescriptor.TYPE_INT32: "an integer from -2147483648 to 2147483647",
+    FieldDescriptor.TYPE_FLOAT: "a number",
+    FieldDescriptor.TYPE_STRING: "a text",
+    FieldDescriptor.TYPE_BOOL: "true or false",
+    FieldDescriptor.TYPE_MESSAGE: "a value that JSON can express",
+}
+
+_EARLY_STOPPING = {
+    False: sampling_pb2.BEAM_EARLY_STOPPING_FALSE,
+    True: sampling_pb2.BEAM_EARLY_STOPPING_TRUE,
+    "never": sampling_pb2.BEAM_EARLY_STOPPING_NEVER,
+}
+
+_TOOL_CHOICES = {
+    "none": inference_pb2.TOOL_CHOICE_MODE_NONE,
+    "auto": inference_pb2.TOOL_CHOICE_MODE_AUTO,
+    "required": inference_pb2.TOOL_CHOICE_MODE_REQUIRED,
+}
+
+_REQUEST_OPTIONS = frozenset(get_type_hints(RequestOptions))
+_CHAT_OPTIONS = frozenset(get_type_hints(ChatOptions))
+_MESSAGE_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id"})
+
+
+def _assign(message: ProtoMessage, field: str, value: Any, path: str = "") -> None:
+    """Puts a value into a field of any kind. Raises InvalidRequestError, naming `path`, where the field cannot hold
+    it.
+    """
+    path = f"{path}.{field}" if path else field
+    descriptor = message.DESCRIPTOR.fields_by_name[field]
+    target = getattr(message, field)
+    try:
+        if descriptor.message_type is not None and descriptor.message_type.GetOptions().map_entry:
+            target.update(value)
+        elif hasattr(target, "extend"):
+            if isinstance(value, str):
+                raise TypeError
+            target.extend(value)
+        elif descriptor.message_type is not None:
+            target.update(value)
+        else:
+            setattr(message, field, value)
+    except (TypeError, ValueError, AttributeError, ParseError):
+        kind = _EXPECTED.get(descriptor.type, "of another kind")
+        expected = f"a list, each item {kind}" if hasattr(target, "extend") else kind
+        raise InvalidRequestError(f"{path} is {_shown(value)}; it must be {expected}", field=path) from None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def check_options(options: Mapping[str, Any], *, chat: bool = False) -> None:
+    """Raises TypeError for a keyword that is no option of a request: a misspelt one must not be lost in silence."""
+    known = _CHAT_OPTIONS if chat else _REQUEST_OPTIONS
+    for name in options:
+        if name not in known:
+            raise TypeError(f"unexpected keyword argument {name!r}; a request takes {', '.join(sorted(known))}")
+
+
+def generate_request(
+    prompt: Prompt, params: SamplingParams | None, options: RequestOptions, *, final_only: bool
+) -> inference_pb2.GenerateRequest:
+    """A request for text or token ids. `params` None leaves everything to the model's defaults.
+
+    Raises InvalidRequestError for what the contract cannot express, TypeError for an unknown option.
+    """
+    check_options(options)
+    request = _request(params, options, final_only)
+    match prompt:
+        case str():
+            _assign(request, "text", prompt)
+        case {"prompt_token_ids": ids, **rest} if not rest or rest.keys() == {"prompt"}:
+            _set_token_ids(request, ids)
+        case {"prompt": text, **rest} if not rest:
+            _assign(request, "text", text)
+        case Mapping():
+            keys = ", ".join(map(str, prompt)) or "none"
+            raise InvalidRequestError(
+                f"a prompt's dictionary has the key 'prompt' or 'prompt_token_ids'; this one has: {keys}",
+                field="prompt",
+            )
+        case _:
+            _set_token_ids(request, prompt)
+    request.output.return_prompt_token_ids = request.WhichOneof("prompt") == "text"
+    return request
+
+
+def chat_request(
+    messages: Sequence[Message], params: SamplingParams | None, options: ChatOptions, *, final_only: bool
+) -> inference_pb2.GenerateRequest:
+    """A request for the next turn of a conversation. Errors as in `generate_request`."""
+    check_options(options, chat=True)
+    request = _request(params, options, final_only)
+    request.chat.CopyFrom(chat_prompt(messages, options))
+    request.output.return_prompt_token_ids = True
+    return request
+
+
+def tokenize_request(
+    source: str | Sequence[Message], *, model: str, add_special_tokens: bool | None
+) -> inference_pb2.TokenizeRequest:
+    """A request for the token ids of text or of a conversation."""
+    request = inference_pb2.TokenizeRequest(model=model)
+    if isinstance(source, str):
+        _assign(request, "text", source)
+    else:
+        request.chat.CopyFrom(chat_prompt(source, {}))
+    if add_special_tokens is not None:
+        request.add_special_tokens = add_special_tokens
+    return request
+
+
+def detokenize_request(
+    token_ids: Sequence[int], *, model: str, skip_special_tokens: bool
+) -> inference_pb2.DetokenizeRequest:
+    """A request for the text of token ids."""
+    request = inference_pb2.DetokenizeRequest(model=model, skip_special_tokens=skip_special_tokens)
+    _assign(request, "token_ids", token_ids)
+    return request
+
+
+def chat_prompt(messages: Sequence[Message], options: ChatOptions) -> inference_pb2.ChatPrompt:
+    """A conversation in OpenAI's form as the contract's message."""
+    chat = inference_pb2.ChatPrompt()
+    if isinstance(messages, Mapping | str):
+        raise InvalidRequestError(f"messages is {_shown(messages)}; it must be a list of messages", field="messages")
+    for index, message in enumerate(messages):
+        _add_message(chat.messages.add(), message, f"messages[{index}]")
+    if "add_generation_prompt" in options:
+        _assign(chat, "add_generation_prompt", options["add_generation_prompt"])
+    if "continue_final_message" in options:
+        _assign(chat, "continue_final_message", options["continue_final_message"])
+    if "chat_template" in options:
+        _assign(chat, "chat_template", options["chat_template"])
+    if "chat_template_kwargs" in options:
+        _assign(chat, "template_variables", options["chat_template_kwargs"])
+    for index, tool in enumerate(options.get("tools", ())):
+        _add_tool(chat.tools.add(), tool, f"tools[{index}]")
+    if (choice := options.get("tool_choice")) is not None:
+        if choice in _TOOL_CHOICES:
+            chat.tool_choice.mode = _TOOL_CHOICES[choice]
+        else:
+            chat.tool_choice.mode = inference_pb2.TOOL_CHOICE_MODE_NAMED
+            _assign(chat.tool_choice, "name", choice, "tool_choice")
+    return chat
+
+
+def _request(params: SamplingParams | None, options: RequestOptions, final_only: bool) -> inference_pb2.GenerateRequest:
+    request = inference_pb2.GenerateRequest()
+    for field in ("request_id", "model", "priority", "cache_salt", "adapter", "tenant"):
+        if field in options:
+            _assign(request, field, options[field])
+    request.output.final_only = final_only
+    if params is not None:
+        _set_sampling(request.sampling, params)
+        _set_stop(request.stop, params)
+        _set_output(request.output, params)
+    return request
+
+
+def _set_token_ids(request: inference_pb2.GenerateRequest, ids: object) -> None:
+    request.token_ids.SetInParent()
+    _assign(request.token_ids, "ids", ids, "prompt_token_ids")
+
+
+def _set_sampling(message: sampling_pb2.SamplingParams, params: SamplingParams) -> None:
+    for field in ("temperature", "top_p", "top_k", "seed", "best_of"):
+        if (value := getattr(params, field)) is not None:
+            _assign(message, field, value, "sampling")
+    for field, neutral in (("n", 1), ("min_p", 0.0), ("repetition_penalty", 1.0)):
+        if (value := getattr(params, field)) != neutral:
+            _assign(message, field, value, "sampling")
+    _assign(message, "presence_penalty", params.presence_penalty, "sampling")
+    _assign(message, "frequency_penalty", params.frequency_penalty, "sampling")
+    for field in ("logit_bias", "allowed_token_ids", "bad_words"):
+        if value := getattr(params, field):
+            _assign(message, field, value, "sampling")
+    if params.beam_search is not None:
+        _set_beam_search(message.beam_search, params.beam_search)
+    if params.structured_outputs is not None:
+        _set_grammar(message.grammar, params.structured_outputs)
+
+
+def _set_beam_search(message: sampling_pb2.BeamSearch, params: BeamSearchParams) -> None:
+    _assign(message, "beam_width", params.beam_width, "sampling.beam_search")
+    _assign(message, "length_penalty", params.length_penalty, "sampling.beam_search")
+    if params.early_stopping not in _EARLY_STOPPING:
+        path = "sampling.beam_search.early_stopping"
+        raise InvalidRequestError(f"{path} is {params.early_stopping!r}; it must be False, True or 'never'", field=path)
+    message.early_stopping = _EARLY_STOPPING[params.early_stopping]
+
+
+def _set_grammar(message: sampling_pb2.Grammar, params: StructuredOutputsParams) -> None:
+    path = "sampling.grammar"
+    given = [name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(params, name)]
+    if len(given) != 1:
+        raise InvalidRequestError(
+            f"structured_outputs takes exactly one of json, regex, choice, grammar, json_object; given: "
+            f"{', '.join(given) or 'none'}",
+            field=path,
+        )
+    match given[0]:
+        case "json":
+            _assign(message, "json_schema", _schema(params.json), path)
+        case "regex":
+            _assign(message, "regex", params.regex, path)
+        case "choice":
+            _assign(message.choices, "choices", params.choice, path)
+        case "grammar":
+            _assign(message, "lark", params.grammar, path)
+        case "json_object":
+            message.json_object = True
+
+
+def _schema(schema: Mapping[str, Any] | str | None) -> Any:
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except ValueError as error:
+        raise InvalidRequestError(f"structured_outputs.json is not JSON: {error}", field="sampling.grammar") from None
+
+
+def _set_stop(message: sampling_pb2.StopConditions, params: SamplingParams) -> None:
+    if params.max_tokens is not None:
+        _assign(message, "max_tokens", params.max_tokens, "stop")
+    _assign(message, "min_tokens", params.min_tokens, "stop")
+    _assign(message, "stop", params.stop_strings, "stop")
+    _assign(message, "stop_token_ids", params.stop_token_ids or (), "stop")
+    _assign(message, "ignore_eos", params.ignore_eos, "stop")
+    _assign(message, "include_stop_in_text", params.include_stop_str_in_output, "stop")
+
+
+def _set_output(message: sampling_pb2.OutputOptions, params: SamplingParams) -> None:
+    for field in ("logprobs", "prompt_logprobs"):
+        if (value := getattr(params, field)) is not None:
+            _assign(message, field, value, "output")
+    if not params.skip_special_tokens:
+        message.skip_special_tokens = False
+    _assign(message, "spaces_between_special_tokens", params.spaces_between_special_tokens, "output")
+
+
+def _add_message(target: inference_pb2.ChatMessage, message: Message, path: str) -> None:
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(
+            f"{path} is {_shown(message)}; it must be a dictionary with 'role' and 'content'", field=path
+        )
+    for key in message:
+        if key not in _MESSAGE_KEYS:
+            raise InvalidRequestError(f"{path} has the unknown key {key!r}", field=f"{path}.{key}")
+    for key in ("role", "name", "tool_call_id"):
+        if (value := message.get(key)) is not None:
+            _assign(target, key, value, path)
+    content = message.get("content")
+    if isinstance(content, str):
+        _assign(target, "content", content, path)
+    elif content is not None:
+        for index, part in enumerate(content):
+            where = f"{path}.content[{index}]"
+            if not isinstance(part, Mapping) or part.get("type") != "text" or part.keys() != {"type", "text"}:
+                raise InvalidRequestError(
+                    f"{where} is {_shown(part)}; a part is {{'type': 'text', 'text': ...}}", field=where
+                )
+            _assign(target.content_parts.add(), "text", part["text"], where)
+    for index, call in enumerate(message.get("tool_calls") or ()):
+        where = f"{path}.tool_calls[{index}]"
+        function = _function_of(call, where)
+        added = target.tool_calls.add()
+        _assign(added, "id", call.get("id", ""), where)
+        _assign(added, "name", function.get("name", ""), where)
+        _assign(added, "arguments_json", function.get("arguments", ""), where)
+
+
+def _add_tool(target: inference_pb2.Tool, tool: Mapping[str, Any], path: str) -> None:
+    function = _function_of(tool, path)
+    for key in ("name", "description", "parameters"):
+        if (value := function.get(key)) is not None:
+            _assign(target, key, value, path)
+
+
+def _function_of(tool: Any, path: str) -> Mapping[str, Any]:
+    """The inner part of {"type": "function", "function": {...}}."""
+    if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping):
+        return cast(Mapping[str, Any], tool["function"])
+    raise InvalidRequestError(
+        f"{path} is {_shown(tool)}; it must be {{'type': 'function', 'function': {{'name': ...}}}}", field=path
+    )

@@ -1,0 +1,322 @@
+// The C interface that Python loads with ctypes: checks what a wrong caller could get wrong, picks the instruction
+// set, owns pools and packed layers. Functions return 0, or 1 with a message in octavo_last_error().
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <new>
+#include <string>
+
+#include "arena.h"
+#include "common.h"
+#include "pool.h"
+
+#define OCTAVO_API extern "C" __attribute__((visibility("default")))
+
+namespace octavo {
+namespace {
+
+constexpr int32_t kInterfaceVersion = 1;
+
+thread_local std::string last_error;
+
+// A caller's mistake.
+struct Refused {
+  std::string message;
+};
+
+template <class... Values>
+[[noreturn]] void refuse(const char* format, Values... values) {
+  char text[256];
+  std::snprintf(text, sizeof text, format, values...);
+  throw Refused{text};
+}
+
+template <class Function>
+int32_t guarded(const Function& function) {
+  try {
+    function();
+    return 0;
+  } catch (const Refused& refused) {
+    last_error = refused.message;
+  } catch (const std::bad_alloc&) {
+    last_error = "out of memory";
+  } catch (const std::exception& error) {
+    last_error = error.what();
+  }
+  return 1;
+}
+
+// From the most to the least capable.
+const Kernels* const kAllKernels[] = {
+#if defined(__x86_64__)
+    &kernels_avx512_bf16,
+    &kernels_avx512,
+    &kernels_avx2,
+#endif
+    &kernels_generic,
+};
+
+bool runs_here(const Kernels* kernels) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (kernels == &kernels_avx512_bf16) return avx512 && __builtin_cpu_supports("avx512bf16");
+  if (kernels == &kernels_avx512) return avx512;
+  if (kernels == &kernels_avx2) return avx2;
+#endif
+  return kernels == &kernels_generic;
+}
+
+struct Context {
+  const Kernels* kernels;
+  Pool pool;
+
+  Context(const Kernels* chosen, int num_threads, int64_t spin_us) : kernels(chosen), pool(num_threads, spin_us) {}
+};
+
+struct PackJob {
+  PackedLinear* layer;
+  const char* weight;
+  int64_t stride;
+};
+
+template <class Item, bool PAIRS>
+void pack_panel(void* context, int64_t panel, int) {
+  const PackJob& job = *static_cast<const PackJob*>(context);
+  const PackedLinear& layer = *job.layer;
+  Item* to = reinterpret_cast<Item*>(layer.data + panel * layer.panel_bytes);
+  const int64_t first = panel * kPanelColumns;
+  const int64_t columns = std::min(kPanelColumns, layer.out_features - first);
+  for (int64_t j = 0; j < columns; ++j) {
+    const Item* from = reinterpret_cast<const Item*>(job.weight) + (first + j) * job.stride;
+    for (int64_t k = 0; k < layer.in_features; ++k)
+      to[PAIRS ? (k / 2 * kPanelColumns + j) * 2 + k % 2 : k * kPanelColumns + j] = from[k];
+  }
+}
+
+}  // namespace
+}  // namespace octavo
+
+using namespace octavo;
+
+OCTAVO_API int32_t octavo_interface_version() { return kInterfaceVersion; }
+
+OCTAVO_API const char* octavo_last_error() { return last_error.c_str(); }
+
+// The name of the i-th instruction set that this machine runs, most capable first; null beyond the last.
+OCTAVO_API const char* octavo_isa(int32_t index) {
+  for (const Kernels* kernels : kAllKernels)
+    if (runs_here(kernels) && index-- == 0) return kernels->name;
+  return nullptr;
+}
+
+OCTAVO_API int32_t octavo_context_create(const char* isa, int32_t num_threads, int64_t spin_us, void** out) {
+  return guarded([&] {
+    for (const Kernels* kernels : kAllKernels) {
+      if (std::strcmp(kernels->name, isa) != 0) continue;
+      if (!runs_here(kernels)) refuse("this machine does not run %s", isa);
+      if (num_threads < 1) refuse("num_threads is %d; it must be at least 1", num_threads);
+      *out = new Context(kernels, num_threads, spin_us);
+      return;
+    }
+    refuse("unknown instruction set %s", isa);
+  });
+}
+
+OCTAVO_API void octavo_context_destroy(void* context) { delete static_cast<Context*>(context); }
+
+OCTAVO_API int32_t octavo_linear_create(void* context, int32_t dtype, const void* weight, int64_t stride,
+                                        int64_t out_features, int64_t in_features, const float* bias, void** out) {
+  return guarded([&] {
+    Context& ctx = *static_cast<Context*>(context);
+    std::unique_ptr<PackedLinear> layer(new PackedLinear{});
+    layer->dtype = dtype;
+    layer->in_features = in_features;
+    layer->out_features = out_features;
+    layer->num_panels = (out_features + kPanelColumns - 1) / kPanelColumns;
+    const int64_t rows = dtype == kBF16 ? (in_features + 1) / 2 * 2 : in_features;
+    layer->panel_bytes = rows * kPanelColumns * item_size(dtype);
+    const int64_t bias_bytes = bias == nullptr ? 0 : layer->num_panels * kPanelColumns * int64_t{sizeof(float)};
+    layer->data = static_cast<char*>(arena_allocate(static_cast<size_t>(layer->num_panels * layer->panel_bytes + bias_bytes)));
+    if (bias != nullptr) {
+      layer->bias = reinterpret_cast<float*>(layer->data + layer->num_panels * layer->panel_bytes);
+      std::memcpy(layer->bias, bias, static_cast<size_t>(out_features) * sizeof(float));
+    }
+    PackJob job{layer.get(), static_cast<const char*>(weight), stride};
+    Pool::Session session(ctx.pool);
+    ItemFunction pack = dtype == kF32 ? pack_panel<uint32_t, false> : pack_panel<uint16_t, false>;
+    if (dtype == kBF16) pack = pack_panel<uint16_t, true>;
+    ctx.pool.run(layer->num_panels, pack, &job);
+    *out = layer.release();
+  });
+}
+
+OCTAVO_API void octavo_linear_destroy(void* linear) {
+  PackedLinear* layer = static_cast<PackedLinear*>(linear);
+  arena_free(layer->data);
+  delete layer;
+}
+
+OCTAVO_API int32_t octavo_linear(void* context, void* linear, const void* x, int64_t x_stride, int64_t rows,
+                                 const void* residual, int64_t residual_stride, void* out) {
+  return guarded([&] {
+    Context& ctx = *static_cast<Context*>(context);
+    const LinearArgs args{static_cast<const PackedLinear*>(linear), static_cast<const char*>(x), x_stride, rows,
+                          static_cast<const char*>(residual), residual_stride, static_cast<char*>(out)};
+    Pool::Session session(ctx.pool);
+    ctx.kernels->linear(ctx.pool, args);
+  });
+}
+
+OCTAVO_API int32_t octavo_rms_norm(void* context, int32_t dtype, int32_t weight_dtype, const void* x, int64_t outer,
+                                   int64_t outer_stride, int64_t inner, int64_t inner_stride, int64_t n,
+                                   const void* weight, float eps, void* out) {
+  return guarded([&] {
+    Context& ctx = *static_cast<Context*>(context);
+    const RmsNormArgs args{dtype, weight_dtype, static_cast<const char*>(x), outer, outer_stride, inner, inner_stride,
+                           n, static_cast<const char*>(weight), eps, static_cast<char*>(out)};
+    Pool::Session session(ctx.pool);
+    ctx.kernels->rms_norm(ctx.pool, args);
+  });
+}
+
+OCTAVO_API int32_t octavo_rotary(void* context, int32_t dtype, void* x, int64_t tokens, int64_t token_stride,
+                                 int64_t heads, int64_t head_stride, const int32_t* positions, const float* cos_sin,
+                                 int64_t max_positions, int64_t rotary_dim) {
+  return guarded([&] {
+    Context& ctx = *static_cast<Context*>(context);
+    for (int64_t i = 0; i < tokens; ++i)
+      if (positions[i] < 0 || positions[i] >= max_positions)
+        refuse("position %d of token %lld is outside the rotary table of %lld positions", positions[i],
+               static_cast<long long>(i), static_cast<long long>(max_positions));
+    const RotaryArgs args{dtype, static_cast<char*>(x), tokens, token_stride, heads, head_stride, positions, cos_sin,
+                          rotary_dim};
+    Pool::Session session(ctx.pool);
+    ctx.kernels->rotary(ctx.pool, args);
+  });
+}
+
+OCTAVO_API int32_t octavo_silu_mul(void* context, int32_t dtype, const void* gate_up, int64_t rows, int64_t row_stride,
+                                   int64_t n, void* out) {
+  return guarded([&] {
+    Context& ctx = *static_cast<Context*>(context);
+    const SiluMulArgs args{dtype, static_cast<const char*>(gate_up), rows, row_stride, n, static_cast<char*>(out)};
+    Pool::Session session(ctx.pool);
+    ctx.kernels->silu_mul(ctx.pool, args);
+  });
+}
+
+OCTAVO_API int32_t octavo_write_kv(void* context, const PagedKV* kv, const void* k, int64_t k_stride, const void* v,
+                                   int64_t v_stride, const int32_t* slots, int64_t tokens) {
+  return guarded([&] {
+    Context& ctx = *static_cast<Context*>(context);
+    const int64_t num_slots = kv->num_blocks * kv->block_size;
+    for (int64_t i = 0; i < tokens; ++i)
+      if (slots[i] < 0 || slots[i] >= num_slots)
+        refuse("slot %d of token %lld is outside the pool of %lld slots", slots[i], static_cast<long long>(i),
+               static_cast<long long>(num_slots));
+    const WriteKVArgs args{*kv, static_cast<const char*>(k), static_cast<const char*>(v), tokens, k_stride, v_stride,
+                           slots};
+    Pool::Session session(ctx.pool);
+    ctx.kernels->write_kv(ctx.pool, args);
+  });
+}
+
+OCTAVO_API int32_t octavo_paged_attention(void* context, const PagedKV* kv, const void* q, int64_t q_stride,
+                                          int64_t tokens, int64_t heads, int64_t sequences, const int32_t* positions,
+                                          const int32_t* query_starts, const int32_t* context_lens,
+                                          const int32_t* block_tables, int64_t table_stride, int64_t table_columns,
+                                          float scale, int64_t sliding_window, void* out) {
+  return guarded([&] {
+    Context& ctx = *static_cast<Context*>(context);
+    if (query_starts[0] != 0 || query_starts[sequences] != tokens)
+      refuse("query_starts goes from %d to %d; it must go from 0 to the number of tokens, %lld", query_starts[0],
+             query_starts[sequences], static_cast<long long>(tokens));
+    for (int64_t s = 0; s < sequences; ++s) {
+      const int number = static_cast<int>(s);
+      if (query_starts[s + 1] < query_starts[s]) refuse("query_starts falls at sequence %d", number);
+      for (int64_t t = query_starts[s]; t < query_starts[s + 1]; ++t) {
+        if (positions[t] < 0 || positions[t] >= context_lens[s] ||
+            (t > query_starts[s] && positions[t] != positions[t - 1] + 1))
+          refuse("position %d of sequence %d does not follow the one before it inside its context of %d", positions[t],
+                 number, context_lens[s]);
+      }
+      const int64_t blocks = (context_lens[s] + kv->block_size - 1) / kv->block_size;
+      if (blocks > table_columns)
+        refuse("sequence %d has a context of %d; its block table holds %lld blocks", number, context_lens[s],
+               static_cast<long long>(table_columns));
+      for (int64_t b = 0; b < blocks; ++b) {
+        const int32_t id = block_tables[s * table_stride + b];
+        if (id < 0 || id >= kv->num_blocks)
+          refuse("block %d of sequence %d is outside the pool of %lld blocks", id, number,
+                 static_cast<long long>(kv->num_blocks));
+      }
+    }
+    const AttentionArgs args{*kv,       static_cast<const char*>(q), q_stride,     tokens, heads,          sequences,
+                             positions, query_starts,                block_tables, table_stride, scale, sliding_window,
+                             static_cast<char*>(out)};
+    Pool::Session session(ctx.pool);
+    ctx.kernels->paged_attention(ctx.pool, args);
+  });
+}
+
+OCTAVO_API int32_t octavo_gumbel_argmax(void* context, const float* logits, int64_t rows, int64_t row_stride,
+                                        int64_t vocab, const float* temperatures, const int64_t* seeds,
+                                        const int64_t* positions, int64_t* out) {
+  return guarded([&] {
+    Context& ctx = *static_cast<Context*>(context);
+    for (int64_t i = 0; i < rows; ++i)
+      if (!(temperatures[i] >= 0.0f))
+        refuse("temperature %g of row %lld is negative or not a number", static_cast<double>(temperatures[i]),
+               static_cast<long long>(i));
+    const GumbelArgs args{logits, rows, row_stride, vocab, temperatures, seeds, positions, out};
+    Pool::Session session(ctx.pool);
+    ctx.kernels->gumbel_argmax(ctx.pool, args);
+  });
+}
+
+namespace {
+struct MoveJob {
+  const char* source;
+  const int64_t* source_blocks;
+  char* target;
+  const int64_t* target_blocks;
+  int64_t block_bytes;
+};
+
+void move_block(void* context, int64_t i, int) {
+  const MoveJob& job = *static_cast<const MoveJob*>(context);
+  std::memcpy(job.target + job.target_blocks[i] * job.block_bytes, job.source + job.source_blocks[i] * job.block_bytes,
+              static_cast<size_t>(job.block_bytes));
+}
+}  // namespace
+
+OCTAVO_API int32_t octavo_move_blocks(void* context, const void* source, int64_t num_source_blocks,
+                                      const int64_t* source_blocks, void* target, int64_t num_target_blocks,
+                                      const int64_t* target_blocks, int64_t count, int64_t block_bytes) {
+  return guarded([&] {
+    Context& ctx = *static_cast<Context*>(context);
+    for (int64_t i = 0; i < count; ++i) {
+      if (source_blocks[i] < 0 || source_blocks[i] >= num_source_blocks)
+        refuse("source block %lld is outside the pool of %lld blocks", static_cast<long long>(source_blocks[i]),
+               static_cast<long long>(num_source_blocks));
+      if (target_blocks[i] < 0 || target_blocks[i] >= num_target_blocks)
+        refuse("target block %lld is outside the pool of %lld blocks", static_cast<long long>(target_blocks[i]),
+               static_cast<long long>(num_target_blocks));
+    }
+    MoveJob job{static_cast<const char*>(source), source_blocks, static_cast<char*>(target), target_blocks,
+                block_bytes};
+    Pool::Session session(ctx.pool);
+    if (count * block_bytes < (256 << 10)) {
+      for (int64_t i = 0; i < count; ++i) move_block(&job, i, 0);
+    } else {
+      ctx.pool.run(count, move_block, &job);
+    }
+  });
+}

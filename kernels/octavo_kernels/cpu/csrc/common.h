@@ -1,0 +1,127 @@
+// What every translation unit shares: dtypes, the argument blocks of the ops, and the table of kernels that one
+// instruction set provides. Kernels trust their arguments; `api.cpp` checks them.
+#pragma once
+
+#include <cstdint>
+
+namespace octavo {
+
+class Pool;
+
+enum DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
+
+inline int64_t item_size(int32_t dtype) { return dtype == kF32 ? 4 : 2; }
+
+// Columns of one packed panel: three vectors of 16.
+constexpr int64_t kPanelColumns = 48;
+
+// Weights of one linear layer in panels of 48 columns, zero-padded.
+//   f32, f16: panel[k][48]            bf16: panel[k / 2][48][k % 2]
+struct PackedLinear {
+  int32_t dtype;
+  int64_t in_features;
+  int64_t out_features;
+  int64_t num_panels;
+  int64_t panel_bytes;
+  char* data;
+  float* bias;  // null, or num_panels * 48, zero-padded
+};
+
+struct LinearArgs {
+  const PackedLinear* layer;
+  const char* x;  // rows of the layer's dtype
+  int64_t x_stride;
+  int64_t rows;
+  const char* residual;  // null, or rows of the layer's dtype
+  int64_t residual_stride;
+  char* out;  // contiguous
+};
+
+// Rows are (outer, inner) pairs, so that the heads of a strided projection need no copy. `out` is contiguous.
+struct RmsNormArgs {
+  int32_t dtype;
+  int32_t weight_dtype;
+  const char* x;
+  int64_t outer, outer_stride, inner, inner_stride;
+  int64_t n;
+  const char* weight;
+  float eps;
+  char* out;
+};
+
+struct RotaryArgs {
+  int32_t dtype;
+  char* x;
+  int64_t tokens, token_stride, heads, head_stride;
+  const int32_t* positions;
+  const float* cos_sin;
+  int64_t rotary_dim;
+};
+
+struct SiluMulArgs {
+  int32_t dtype;
+  const char* gate_up;
+  int64_t rows, row_stride, n;
+  char* out;
+};
+
+// Strides are in elements. K of a (block, head) is (head_dim, block_size), V is (block_size, head_dim), contiguous.
+struct PagedKV {
+  int32_t dtype;
+  char* k;
+  char* v;
+  int64_t block_stride, head_stride;
+  int64_t num_blocks, num_kv_heads, head_dim, block_size;
+};
+
+struct WriteKVArgs {
+  PagedKV kv;
+  const char* k;
+  const char* v;
+  int64_t tokens, k_token_stride, v_token_stride;
+  const int32_t* slots;
+};
+
+struct AttentionArgs {
+  PagedKV kv;
+  const char* q;
+  int64_t q_token_stride;
+  int64_t num_tokens, num_heads, num_sequences;
+  const int32_t* positions;
+  const int32_t* query_starts;
+  const int32_t* block_tables;
+  int64_t block_table_stride;
+  float scale;
+  int64_t sliding_window;  // 0: none
+  char* out;
+};
+
+struct GumbelArgs {
+  const float* logits;
+  int64_t rows, row_stride, vocab;
+  const float* temperatures;
+  const int64_t* seeds;
+  const int64_t* positions;
+  int64_t* out;
+};
+
+// The ops of one instruction set.
+struct Kernels {
+  const char* name;
+  void (*linear)(Pool&, const LinearArgs&);
+  void (*rms_norm)(Pool&, const RmsNormArgs&);
+  void (*rotary)(Pool&, const RotaryArgs&);
+  void (*silu_mul)(Pool&, const SiluMulArgs&);
+  void (*write_kv)(Pool&, const WriteKVArgs&);
+  void (*paged_attention)(Pool&, const AttentionArgs&);
+  void (*gumbel_argmax)(Pool&, const GumbelArgs&);
+};
+
+extern const Kernels kernels_generic;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+extern const Kernels kernels_avx512_bf16;
+#endif
+
+}  // namespace octavo

@@ -1,0 +1,143 @@
+// Norms, rotary embedding, gated SiLU and the write into the paged cache: one pass over memory each. Included only
+// by `isa.cpp`.
+
+namespace elementwise {
+
+// Below this many elements a call is not worth a second thread.
+constexpr int64_t kParallelElements = 32768;
+
+// Calls rows_of(context, first, last) over [0, rows), in pieces over threads when there is much to do.
+struct Rows {
+  void (*rows_of)(const void* args, int64_t first, int64_t last);
+  const void* args;
+  int64_t rows;
+  int64_t pieces;
+};
+
+void rows_item(void* context, int64_t piece, int) {
+  const Rows& job = *static_cast<const Rows*>(context);
+  job.rows_of(job.args, job.rows * piece / job.pieces, job.rows * (piece + 1) / job.pieces);
+}
+
+void over_rows(Pool& pool, int64_t rows, int64_t elements, void (*rows_of)(const void*, int64_t, int64_t),
+               const void* args) {
+  Rows job{rows_of, args, rows, 1};
+  if (elements >= kParallelElements) {
+    job.pieces = pool.num_threads() * int64_t{4};
+    if (job.pieces > rows) job.pieces = rows;
+  }
+  if (job.pieces <= 1) {
+    rows_of(args, 0, rows);
+  } else {
+    pool.run(job.pieces, rows_item, &job);
+  }
+}
+
+template <class T, class W>
+void rms_norm_rows(const void* context, int64_t first, int64_t last) {
+  const RmsNormArgs& args = *static_cast<const RmsNormArgs*>(context);
+  const typename W::item* weight = reinterpret_cast<const typename W::item*>(args.weight);
+  for (int64_t row = first; row < last; ++row) {
+    const typename T::item* x = reinterpret_cast<const typename T::item*>(args.x) +
+                                row / args.inner * args.outer_stride + row % args.inner * args.inner_stride;
+    typename T::item* out = reinterpret_cast<typename T::item*>(args.out) + row * args.n;
+    F squares = zero();
+    for (int64_t i = 0; i < args.n; i += kLanes) {
+      const F value = read_some<T>(x + i, args.n - i);
+      squares = fma(value, value, squares);
+    }
+    const float scale = 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(args.n) + args.eps);
+    for (int64_t i = 0; i < args.n; i += kLanes) {
+      const F value = read_some<T>(x + i, args.n - i) * splat(scale) * read_some<W>(weight + i, args.n - i);
+      write_some<T>(out + i, value, args.n - i);
+    }
+  }
+}
+
+void rms_norm(Pool& pool, const RmsNormArgs& args) {
+  const int64_t rows = args.outer * args.inner;
+  with_dtype(args.dtype, [&](auto t) {
+    typedef decltype(t) T;
+    if (args.weight_dtype == kF32) {
+      over_rows(pool, rows, rows * args.n, rms_norm_rows<T, F32>, &args);
+    } else {
+      over_rows(pool, rows, rows * args.n, rms_norm_rows<T, T>, &args);
+    }
+  });
+}
+
+template <class T>
+void rotary_rows(const void* context, int64_t first, int64_t last) {
+  const RotaryArgs& args = *static_cast<const RotaryArgs*>(context);
+  const int64_t half = args.rotary_dim / 2;
+  for (int64_t token = first; token < last; ++token) {
+    const float* cosines = args.cos_sin + args.positions[token] * args.rotary_dim;
+    const float* sines = cosines + half;
+    for (int64_t head = 0; head < args.heads; ++head) {
+      typename T::item* x =
+          reinterpret_cast<typename T::item*>(args.x) + token * args.token_stride + head * args.head_stride;
+      for (int64_t i = 0; i < half; i += kLanes) {
+        const int64_t n = half - i;
+        const F a = read_some<T>(x + i, n), b = read_some<T>(x + half + i, n);
+        const F c = read_some<F32>(cosines + i, n), s = read_some<F32>(sines + i, n);
+        write_some<T>(x + i, a * c - b * s, n);
+        write_some<T>(x + half + i, b * c + a * s, n);
+      }
+    }
+  }
+}
+
+void rotary(Pool& pool, const RotaryArgs& args) {
+  with_dtype(args.dtype, [&](auto t) {
+    over_rows(pool, args.tokens, args.tokens * args.heads * args.rotary_dim, rotary_rows<decltype(t)>, &args);
+  });
+}
+
+template <class T>
+void silu_mul_rows(const void* context, int64_t first, int64_t last) {
+  const SiluMulArgs& args = *static_cast<const SiluMulArgs*>(context);
+  for (int64_t row = first; row < last; ++row) {
+    const typename T::item* gate = reinterpret_cast<const typename T::item*>(args.gate_up) + row * args.row_stride;
+    const typename T::item* up = gate + args.n;
+    typename T::item* out = reinterpret_cast<typename T::item*>(args.out) + row * args.n;
+    for (int64_t i = 0; i < args.n; i += kLanes) {
+      const F g = read_some<T>(gate + i, args.n - i), u = read_some<T>(up + i, args.n - i);
+      write_some<T>(out + i, g / (splat(1.0f) + exp(zero() - g)) * u, args.n - i);
+    }
+  }
+}
+
+void silu_mul(Pool& pool, const SiluMulArgs& args) {
+  with_dtype(args.dtype, [&](auto t) {
+    over_rows(pool, args.rows, args.rows * args.n, silu_mul_rows<decltype(t)>, &args);
+  });
+}
+
+template <class Item>
+void write_kv_rows(const void* context, int64_t first, int64_t last) {
+  const WriteKVArgs& args = *static_cast<const WriteKVArgs*>(context);
+  const PagedKV& kv = args.kv;
+  for (int64_t token = first; token < last; ++token) {
+    const int64_t block = args.slots[token] / kv.block_size, offset = args.slots[token] % kv.block_size;
+    for (int64_t head = 0; head < kv.num_kv_heads; ++head) {
+      const Item* k = reinterpret_cast<const Item*>(args.k) + token * args.k_token_stride + head * kv.head_dim;
+      const Item* v = reinterpret_cast<const Item*>(args.v) + token * args.v_token_stride + head * kv.head_dim;
+      const int64_t tile = block * kv.block_stride + head * kv.head_stride;
+      Item* k_tile = reinterpret_cast<Item*>(kv.k) + tile + offset;
+      Item* v_row = reinterpret_cast<Item*>(kv.v) + tile + offset * kv.head_dim;
+      for (int64_t d = 0; d < kv.head_dim; ++d) k_tile[d * kv.block_size] = k[d];
+      __builtin_memcpy(v_row, v, static_cast<size_t>(kv.head_dim) * sizeof(Item));
+    }
+  }
+}
+
+void write_kv(Pool& pool, const WriteKVArgs& args) {
+  const int64_t elements = args.tokens * args.kv.num_kv_heads * args.kv.head_dim;
+  if (args.kv.dtype == kF32) {
+    over_rows(pool, args.tokens, elements, write_kv_rows<uint32_t>, &args);
+  } else {
+    over_rows(pool, args.tokens, elements, write_kv_rows<uint16_t>, &args);
+  }
+}
+
+}  // namespace elementwise

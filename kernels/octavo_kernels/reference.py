@@ -1,0 +1,202 @@
+"""The oracle: every op in plain torch, on any device and in any float dtype.
+
+Written to be read and to be right. 16-bit inputs are computed in fp32 and rounded once, float64 in float64. It also
+serves where nothing faster runs. Not row-invariant: torch picks the order of a matrix product by its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from octavo_kernels.backend import AttentionBatch, LayerKV
+from octavo_kernels.errors import InvalidArgumentError
+from octavo_kernels.philox import gumbel_noise
+
+# Elements of one intermediate tensor of attention: bounds its memory.
+_TILE_ELEMENTS = 1 << 25
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float64 else x.to(torch.float32)
+
+
+class ReferenceLinear:
+    """A linear layer over a widened copy of its weights."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            raise InvalidArgumentError(
+                f"weight has shape {tuple(weight.shape)} and bias {None if bias is None else tuple(bias.shape)}; "
+                "(out_features, in_features) and (out_features,) are needed"
+            )
+        self.out_features, self.in_features = weight.shape
+        self._dtype = weight.dtype
+        self._weight = _wide(weight)
+        self._bias = None if bias is None else _wide(bias)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if x.dtype is not self._dtype or x.dim() != 2 or x.shape[1] != self.in_features:
+            raise InvalidArgumentError(
+                f"x has shape {tuple(x.shape)} and dtype {x.dtype}; (rows, {self.in_features}) of {self._dtype} is needed"
+            )
+        out = torch.nn.functional.linear(_wide(x), self._weight, self._bias)
+        if residual is not None:
+            if residual.shape != out.shape or residual.dtype is not x.dtype:
+                raise InvalidArgumentError(
+                    f"residual has shape {tuple(residual.shape)} and dtype {residual.dtype}; "
+                    f"{tuple(out.shape)} of {x.dtype} is needed"
+                )
+            out = out + _wide(residual)
+        return out.to(x.dtype)
+
+
+class ReferenceBackend:
+    """See `octavo_kernels.backend.Backend` for the ops."""
+
+    name = "reference"
+    row_invariant = False
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    def describe(self) -> str:
+        """One line for the log."""
+        return f"reference backend: plain torch on {self.device}"
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
+        return ReferenceLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.shape != x.shape[-1:]:
+            raise InvalidArgumentError(f"weight has shape {tuple(weight.shape)}; {tuple(x.shape[-1:])} is needed")
+        wide = _wide(x)
+        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        return (wide * scale * _wide(weight)).to(x.dtype)
+
+    def rotary(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
+        max_positions, rotary_dim = cos_sin.shape
+        _check_range("position", positions, max_positions)
+        if rotary_dim > x.shape[2] or rotary_dim % 2 != 0:
+            raise InvalidArgumentError(f"rotary_dim is {rotary_dim}; it must be even and at most head_dim, {x.shape[2]}")
+        cos, sin = cos_sin[positions.long(), None].to(_wide(x).dtype).chunk(2, dim=-1)  # (T, 1, rotary_dim / 2)
+        a, b = _wide(x[..., :rotary_dim]).chunk(2, dim=-1)
+        x[..., :rotary_dim] = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+    def write_kv(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
+        num_blocks, block_size = kv.k.shape[0], kv.k.shape[3]
+        _check_range("slot", slots, num_blocks * block_size)
+        blocks, offsets = slots.long() // block_size, slots.long() % block_size
+        kv.k[blocks, :, :, offsets] = k
+        kv.v[blocks, :, offsets] = v
+
+    def paged_attention(
+        self, q: Tensor, kv: LayerKV, batch: AttentionBatch, *, scale: float, sliding_window: int | None = None
+    ) -> Tensor:
+        if sliding_window is not None and sliding_window < 1:
+            raise InvalidArgumentError(f"sliding_window is {sliding_window}; it must be at least 1, or None")
+        _check_range("block", batch.block_tables, kv.k.shape[0])
+        tokens, heads, head_dim = q.shape
+        out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+        # Every sequence's first tokens together, then the next ones of those that have more: decodes are not padded
+        # to the length of a prefill.
+        longest = int((batch.query_starts[1:] - batch.query_starts[:-1]).max()) if len(batch.context_lens) else 0
+        for begin, end in _tiles(longest):
+            counts = batch.query_starts[1:] - batch.query_starts[:-1]
+            active = torch.nonzero(counts > begin).flatten()
+            for sequences in active.split(_sequences_at_once(q, kv, batch, end - begin)):
+                _attend(q, kv, batch, sequences, begin, end, scale, sliding_window, out)
+        return out.flatten(1)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = _wide(gate_up).chunk(2, dim=-1)
+        return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+    def copy_blocks(self, pool: Tensor, sources: Tensor, targets: Tensor) -> None:
+        self.move_blocks(pool, sources, pool, targets)
+
+    def move_blocks(self, source: Tensor, source_blocks: Tensor, target: Tensor, target_blocks: Tensor) -> None:
+        _check_range("source block", source_blocks, source.shape[0])
+        _check_range("target block", target_blocks, target.shape[0])
+        target[target_blocks.to(target.device)] = source[source_blocks.to(source.device)].to(target.device)
+
+    def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        if bool((~(temperatures >= 0)).any()):
+            raise InvalidArgumentError(f"temperatures are {temperatures.tolist()}; none may be negative or NaN")
+        greedy = temperatures == 0
+        top = logits.amax(dim=-1, keepdim=True)
+        divisor = torch.where(greedy, 1.0, temperatures)[:, None]
+        noise = gumbel_noise(seeds, positions, logits.shape[1])
+        scores = (logits - top) / divisor + torch.where(greedy[:, None], 0.0, noise)
+        ids = _first_argmax(scores)
+        return torch.where(top[:, 0].isfinite(), ids, -1)
+
+
+def _first_argmax(scores: Tensor) -> Tensor:
+    """The lowest index of a row's largest value; torch.argmax promises none in particular."""
+    columns = torch.arange(scores.shape[1], device=scores.device)
+    is_top = scores == scores.amax(dim=-1, keepdim=True)
+    return torch.where(is_top, columns, scores.shape[1]).amin(dim=-1)
+
+
+def _check_range(name: str, ids: Tensor, end: int) -> None:
+    outside = ids[(ids < 0) | (ids >= end)]
+    if outside.numel() > 0:
+        raise InvalidArgumentError(f"{name} {int(outside[0])} is outside 0..{end - 1}")
+
+
+def _tiles(length: int) -> Iterator[tuple[int, int]]:
+    """Ranges of query tokens within their sequences: one, a few, then 64 at a time."""
+    begin = 0
+    while begin < length:
+        end = min(length, begin + (1 if begin == 0 else 15 if begin == 1 else 64))
+        yield begin, end
+        begin = end
+
+
+def _sequences_at_once(q: Tensor, kv: LayerKV, batch: AttentionBatch, queries: int) -> int:
+    context = batch.block_tables.shape[1] * kv.k.shape[3]
+    widest = max(q.shape[1] * queries * context, kv.k.shape[1] * kv.k.shape[2] * context)
+    return max(1, _TILE_ELEMENTS // max(1, widest))
+
+
+def _attend(
+    q: Tensor,
+    kv: LayerKV,
+    batch: AttentionBatch,
+    sequences: Tensor,
+    begin: int,
+    end: int,
+    scale: float,
+    sliding_window: int | None,
+    out: Tensor,
+) -> None:
+    """Attention of tokens begin:end of the given sequences, padded to a rectangle; writes their rows of out.
+
+    s: sequences, n: tokens of each, h: KV heads, g: query heads of a KV head, c: positions, d: head_dim.
+    """
+    starts = batch.query_starts[sequences].long()
+    counts = batch.query_starts[sequences + 1].long() - starts
+    index = torch.arange(begin, end, device=q.device)
+    exists = index < counts[:, None]  # (s, n)
+    tokens = torch.where(exists, starts[:, None] + index, starts[:, None])
+    context_lens = batch.context_lens[sequences].long()
+    block_size = kv.k.shape[3]
+    blocks = batch.block_tables[sequences, : -(-int(context_lens.max()) // block_size)].long()
+    k = _wide(kv.k[blocks].permute(0, 2, 3, 1, 4).flatten(3))  # (s, h, d, c)
+    v = _wide(kv.v[blocks].permute(0, 2, 1, 3, 4).flatten(2, 3))  # (s, h, c, d)
+    column = torch.arange(k.shape[3], device=q.device)
+    # What lies behind a context is anything at all, NaN included.
+    v = v.masked_fill((column >= context_lens[:, None])[:, None, :, None], 0.0)
+    heads = k.shape[1]
+    query = _wide(q[tokens]).unflatten(2, (heads, -1))  # (s, n, h, g, d)
+    position = batch.positions[tokens].long()[..., None]  # (s, n, 1)
+    visible = column <= position
+    if sliding_window is not None:
+        visible &= column > position - sliding_window
+    scores = torch.einsum("snhgd,shdc->shgnc", query, k) * scale
+    weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(dim=-1)
+    result = torch.einsum("shgnc,shcd->snhgd", weights, v).flatten(2, 3)
+    out[tokens[exists]] = result[exists].to(out.dtype)

@@ -1,0 +1,425 @@
+"""The loop between the front ends, the scheduler and the worker; the only owner of the latter two.
+
+    submit --> scheduler --plan--> worker --result--> scheduler --plan--> worker, and only then --> text --> streams
+
+The worker gets its next plan before anybody's text is made, so that it never waits for the clients. When the worker is
+lost the engine finds it again and goes on with every request from the tokens so far: streams pause, and finish with the
+same tokens. What a step computes is the scheduler's decision, how a plan travels the worker client's.
+
+Everything runs in one event loop; no method is for other threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from octavo.config import RouterConfig
+from octavo.errors import (
+    ContextLengthError,
+    DeadlineError,
+    GenerationError,
+    InternalError,
+    OctavoError,
+    OverloadedError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from octavo.v1 import admin_pb2
+from octavo.worker.v1 import worker_pb2
+from octavo_router import __version__, metrics, snapshot
+from octavo_router.admission import Admission, Waiting
+from octavo_router.metrics import Metrics
+from octavo_router.request import Request, Sampling
+from octavo_router.results import Event, ProtocolError, RequestFailed, TokenSampled
+from octavo_router.scheduler import Scheduler
+from octavo_router.served_model import ServedModel, limits_of
+from octavo_router.step_loop import StepLoop
+from octavo_router.stream import Delivery, RequestStream
+from octavo_router.tokenizer import Tokenizer
+from octavo_router.worker_client import SessionLostError, WorkerClient, backoff, wait_for_worker
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Takes requests, gives streams, keeps the worker busy.
+
+    model: the served model, once started. Times are the clock's, in seconds; request deadlines too.
+    """
+
+    model: ServedModel
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        worker: WorkerClient,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        default_sampling: Sampling | None = None,
+    ) -> None:
+        """default_sampling: the model's own, for the front ends to read from `model`."""
+        self._config = config
+        self._worker = worker
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._clock = clock
+        self._default_sampling = default_sampling or Sampling()
+        self._admission = Admission(
+            max_waiting_requests=config.max_waiting_requests,
+            max_waiting_prompt_tokens=config.max_waiting_prompt_tokens,
+        )
+        self._started_at = clock()
+        self._deliveries: dict[int, Delivery] = {}
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._connected = asyncio.Event()
+        self._is_draining = False
+        self._is_stopped = False
+        self._no_worker_reason = ""
+        self._give_up_timer: asyncio.TimerHandle | None = None
+        self._num_lost_sessions = 0
+        self._description = worker_pb2.DescribeResponse()
+        self._scheduler: Scheduler
+        self._last_epoch = 0
+        self._serving: asyncio.Task[None] | None = None
+
+    # Life
+
+    async def start(self) -> None:
+        """Connects to the worker, however long that takes, and serves from then on."""
+        self._serving = asyncio.create_task(self._serve(), name="engine")
+        connected = asyncio.create_task(self._connected.wait())
+        try:
+            await asyncio.wait({self._serving, connected}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            self._serving.cancel()
+            raise
+        finally:
+            connected.cancel()
+        if self._serving.done():
+            await self._serving
+
+    def begin_drain(self) -> int:
+        """Refuses new requests from now on. Idempotent. Returns how many have not ended."""
+        if not self._is_draining:
+            logger.info("draining: %d requests have not ended", self.num_unfinished)
+        self._is_draining = True
+        return self.num_unfinished
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new requests and waits until the others have ended; those that have not after the grace time fail."""
+        self.begin_drain()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.warning("%d requests did not end within %g s of grace", self.num_unfinished, grace_s)
+            self._fail_all(UnavailableError("the server is stopping and the time to finish is over; try again"))
+
+    async def stop(self) -> None:
+        """Ends the session and the connection; requests that have not ended fail. The engine cannot be started
+        again."""
+        self._is_draining = self._is_stopped = True
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait({self._serving})
+        if self._give_up_timer is not None:
+            self._give_up_timer.cancel()
+        self._fail_all(UnavailableError("the server is stopping; try again"))
+        await self._worker.close()
+
+    # State
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._deliveries)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new requests are refused for good."""
+        return self._is_draining
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a new request would be served at once: there is a session, and no draining."""
+        return self._connected.is_set() and not self._is_draining
+
+    def state(self) -> admin_pb2.GetStateResponse:
+        """What the queues, the pool and the worker are like right now."""
+        return admin_pb2.GetStateResponse(
+            version=__version__,
+            uptime_ms=int(1000 * (self._clock() - self._started_at)),
+            draining=self._is_draining,
+            queue=snapshot.queue_state(self._scheduler, self._config),
+            workers=[
+                snapshot.worker_state(
+                    self._scheduler,
+                    self._description,
+                    address=self._worker.address,
+                    model_name=self.model.names[0],
+                    is_connected=self._connected.is_set(),
+                    num_lost_sessions=self._num_lost_sessions,
+                )
+            ],
+        )
+
+    def check_integrity(self) -> None:
+        """Asserts the scheduler's invariants, and that it and the streams agree on who has not ended."""
+        self._scheduler.check_integrity()
+        assert self._scheduler.num_requests == len(self._deliveries)
+
+    # Requests
+
+    def submit(self, request: Request) -> RequestStream:
+        """Takes in a request and gives the stream of its output.
+
+        Raises UnavailableError while draining or without a worker for long, ContextLengthError for a request that could
+        never run, OverloadedError when the queue is full, DeadlineError when its deadline has passed.
+        """
+        now = self._clock()
+        self._check_available()
+        if request.deadline is not None and request.deadline <= now:
+            raise DeadlineError("the deadline passed before the request arrived")
+        num_prompt_tokens = len(request.prompt_token_ids)
+        try:
+            self._scheduler.limits.check(request)
+            self._admission.check(num_prompt_tokens, self._waiting(), now)
+        except OverloadedError:
+            self._metrics.refused(metrics.REFUSED_OVERLOADED)
+            raise
+        except ContextLengthError:
+            self._metrics.refused(metrics.REFUSED_TOO_LONG)
+            raise
+        group = self._scheduler.add(request, now=now)
+        delivery = Delivery(group, self._tokenizer)
+        self._deliveries[group.arrival] = delivery
+        self._idle.clear()
+        self._metrics.accepted(num_prompt_tokens)
+        if request.deadline is not None:
+            loop = asyncio.get_running_loop()
+            self._timers[group.arrival] = loop.call_later(request.deadline - now, self._expire, delivery)
+        self._wake.set()
+        return RequestStream(delivery, self._cancel)
+
+    def _check_available(self) -> None:
+        if self._is_draining:
+            self._metrics.refused(metrics.REFUSED_UNAVAILABLE)
+            raise UnavailableError("the server is stopping and takes no new requests; try another one")
+        if self._no_worker_reason:
+            self._metrics.refused(metrics.REFUSED_UNAVAILABLE)
+            raise UnavailableError(self._no_worker_reason)
+
+    def _waiting(self) -> Waiting:
+        scheduler = self._scheduler
+        return Waiting(
+            num_requests=scheduler.num_waiting_requests,
+            num_prompt_tokens=scheduler.num_waiting_prompt_tokens,
+            num_started_requests=scheduler.num_started_requests,
+            num_started_prompt_tokens=scheduler.num_started_prompt_tokens,
+        )
+
+    def _cancel(self, delivery: Delivery) -> None:
+        """The reader left."""
+        self._abandon(delivery, RequestCancelledError("the request was cancelled"), metrics.FINISH_ABORT)
+
+    def _expire(self, delivery: Delivery) -> None:
+        """The deadline passed."""
+        self._abandon(delivery, DeadlineError("the deadline passed before the request ended"), metrics.FINISH_DEADLINE)
+
+    def _abandon(self, delivery: Delivery, error: OctavoError, reason: str) -> None:
+        """Ends a request that has not ended; its blocks are released with the next plan sent."""
+        if delivery.is_over:
+            return
+        self._scheduler.cancel(delivery.group)
+        delivery.fail(error)
+        self._forget(delivery, reason)
+        self._wake.set()
+
+    def _fail_all(self, error: OctavoError) -> None:
+        for delivery in list(self._deliveries.values()):
+            self._abandon(delivery, error, metrics.FINISH_ERROR)
+
+    def _forget(self, delivery: Delivery, reason: str) -> None:
+        """A request has ended."""
+        group = delivery.group
+        del self._deliveries[group.arrival]
+        if (timer := self._timers.pop(group.arrival, None)) is not None:
+            timer.cancel()
+        if not self._deliveries:
+            self._idle.set()
+        self._metrics.request_finished(reason, self._clock() - group.arrived_at)
+
+    # Sessions
+
+    async def _serve(self) -> None:
+        """Finds the worker and serves with it, again and again."""
+        delays = backoff()
+        while not self._is_stopped:
+            description = await wait_for_worker(self._worker)
+            if not self._adopt(description):
+                await asyncio.sleep(next(delays))
+                continue
+            did_work = False
+            try:
+                await self._hold_session(description)
+            except* (SessionLostError, ProtocolError) as group:
+                did_work = self._end_session(str(_first(group)))
+            except* Exception as group:
+                logger.error("the engine failed", exc_info=group)
+                did_work = self._end_session("the engine failed")
+                self._fail_all(InternalError("the engine failed on a step; this is a bug, see the router's log"))
+            if did_work:
+                delays = backoff()
+            await asyncio.sleep(next(delays))
+
+    def _adopt(self, description: worker_pb2.DescribeResponse) -> bool:
+        """Takes a worker's description as the served model's. False: it is one that this router cannot serve."""
+        served: ServedModel | None = getattr(self, "model", None)
+        new = description.model
+        if served is not None and new.tokenizer_digest != served.tokenizer_digest:
+            reason = (
+                f"the worker came back with another tokenizer ({_short(new.tokenizer_digest)}, was "
+                f"{_short(served.tokenizer_digest)}); restart the router to serve {new.name}"
+            )
+            logger.error("%s", reason)
+            self._give_up(reason)
+            return False
+        if served is not None and new.digest != served.digest:
+            reason = f"the worker came back with another model ({_short(new.digest)}, was {_short(served.digest)})"
+            logger.error("%s; unfinished requests fail", reason)
+            self._fail_all(UnavailableError(f"{reason}; send the request again"))
+        self._description = description
+        self.model = ServedModel.from_description(
+            description,
+            self._config,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            default_sampling=self._default_sampling,
+            created_unix_s=served.created_unix_s if served is not None and new.digest == served.digest else time.time(),
+        )
+        if served is None:
+            self._scheduler = Scheduler(
+                limits_of(description, self._config), eos_token_ids=self._tokenizer.eos_token_ids
+            )
+            self._metrics.watch(lambda: snapshot.gauges(self._scheduler, is_connected=self._connected.is_set()))
+        return True
+
+    async def _hold_session(self, description: worker_pb2.DescribeResponse) -> None:
+        """Opens a session and steps until it is lost. Never returns."""
+        scheduler = self._scheduler
+        self._last_epoch = max(self._last_epoch, description.last_epoch) + 1
+        async with self._worker.open_session(
+            epoch=self._last_epoch, incarnation=description.incarnation, router_name=self._config.router_name
+        ) as session:
+            failed = scheduler.begin_session(self._last_epoch, limits_of(description, self._config))
+            self._deliver(failed)
+            self._mark_connected()
+            logger.info(
+                "session %d with %s at %s: %s, %d blocks of %d tokens, %d requests to go on with",
+                self._last_epoch,
+                description.worker_name,
+                self._worker.address,
+                self.model.names[0],
+                self.model.num_device_blocks,
+                self.model.block_size,
+                self.num_unfinished,
+            )
+            await StepLoop(
+                scheduler,
+                session,
+                deliver=self._deliver,
+                wake=self._wake,
+                metrics=self._metrics,
+                clock=self._clock,
+                lease_s=description.lease_ms / 1000,
+                step_timeout_s=self._config.step_timeout_s,
+            ).run()
+
+    def _mark_connected(self) -> None:
+        self._connected.set()
+        self._no_worker_reason = ""
+        if self._give_up_timer is not None:
+            self._give_up_timer.cancel()
+            self._give_up_timer = None
+        self._wake.set()
+
+    def _end_session(self, reason: str) -> bool:
+        """The session is lost: every request waits for the next. Returns whether this one had got anything done."""
+        had_results = self._scheduler.last_step_seq > 0
+        what = "the session is lost with" if self._connected.is_set() else "no session could be opened with"
+        logger.warning("%s the worker at %s: %s", what, self._worker.address, reason)
+        if self._connected.is_set():
+            self._num_lost_sessions += 1
+            self._metrics.session_lost()
+            self._connected.clear()
+        self._scheduler.end_session()
+        if self._give_up_timer is None and not self._no_worker_reason:
+            timeout_s = self._config.worker_timeout_s
+            reason = f"no worker has answered at {self._worker.address} for {timeout_s:g} s; try again later"
+            self._give_up_timer = asyncio.get_running_loop().call_later(timeout_s, self._give_up, reason)
+        return had_results
+
+    def _give_up(self, reason: str) -> None:
+        """No worker that could serve came back in time: requests fail now, and new ones are refused until one is
+        there."""
+        self._give_up_timer = None
+        self._no_worker_reason = reason
+        self._fail_all(UnavailableError(reason))
+
+    # Output
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        """Hands events to their streams. One request's fault ends that request alone."""
+        now = self._clock()
+        num_tokens = 0
+        for event in events:
+            group = event.group if isinstance(event, RequestFailed) else event.sequence.group
+            delivery = self._deliveries.get(group.arrival)
+            if delivery is None:
+                continue  # it was cancelled after the result came
+            if isinstance(event, RequestFailed):
+                self._abandon(delivery, GenerationError(f"the request failed: {event.message}"), metrics.FINISH_ERROR)
+                continue
+            num_tokens += 1
+            try:
+                self._deliver_token(delivery, event, now)
+            except Exception:
+                logger.exception("request %s failed on token %d", group.request.request_id, event.token_id)
+                error = InternalError("the request failed in the router; this is a bug, see the router's log")
+                self._abandon(delivery, error, metrics.FINISH_ERROR)
+        self._metrics.tokens(num_tokens)
+
+    def _deliver_token(self, delivery: Delivery, event: TokenSampled, now: float) -> None:
+        group = delivery.group
+        if not delivery.has_tokens:
+            self._metrics.first_token(now - group.arrived_at)
+            self._metrics.started((group.started_at or now) - group.arrived_at)
+        reason = delivery.add(event, now)
+        if reason is None:
+            return
+        sample = delivery.samples[event.sequence.sample_index]
+        self._metrics.sample_finished(now - sample.first_token_at, sample.num_tokens)
+        self._scheduler.finish(event.sequence)  # has no effect unless it was a stop string that ended the sample
+        self._wake.set()
+        if delivery.num_open == 0:
+            delivery.end()
+            self._forget(delivery, reason.value)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first of the errors that a group holds, groups within it opened."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _short(digest: str) -> str:
+    """A digest's beginning, enough for people to tell two apart."""
+    return digest[:20]

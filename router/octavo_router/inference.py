@@ -1,0 +1,246 @@
+"""The public contract over the engine: octavo.v1 messages in, octavo.v1 messages out.
+
+gRPC and HTTP both call `Inference`, so a request means the same and fails the same on either. It checks requests
+(`validation.py`), reads prompts off the event loop (`prompts.py`) and hands the engine what it takes (`request.py`).
+How messages and errors travel is the front ends' matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Iterable
+from typing import TYPE_CHECKING, TypeVar
+
+from octavo.errors import DeadlineError, ModelNotFoundError
+from octavo.v1 import inference_pb2 as pb
+from octavo_router import validation
+from octavo_router.request import FinishReason, Output, Request, RequestUpdate, SampleDelta, TokenLogprobs, Usage
+
+if TYPE_CHECKING:
+    from octavo_router.engine import Engine
+    from octavo_router.prompts import Prompt, PromptReader
+    from octavo_router.stream import RequestStream
+
+T = TypeVar("T")
+
+_FINISH_REASONS = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+class Inference:
+    """InferenceService without a transport. Methods raise `octavo.errors`; a cancelled call releases what it holds."""
+
+    def __init__(self, engine: Engine, prompts: PromptReader) -> None:
+        self._engine = engine
+        self._prompts = prompts
+
+    @property
+    def model_name(self) -> str:
+        """The name under which answers report the model."""
+        return self._engine.model.names[0]
+
+    @property
+    def model_digest(self) -> str:
+        """Digest of the served model's weights and configuration."""
+        return self._engine.model.digest
+
+    async def generate(
+        self, request: pb.GenerateRequest, *, deadline: float | None = None
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Generates. Nothing is yielded before the request is accepted; then comes a response with PromptInfo at once,
+        and further ones as tokens come. With final_only there is one response, at the end.
+
+        deadline: in seconds of time.monotonic. Close the generator (contextlib.aclosing) to release a request early.
+        Raises any of `octavo.errors` that `ERROR_TABLE` maps to a client's fault, an overload or an unavailability.
+        """
+        validation.refuse_unsupported(request)
+        validation.check_request_id(request.request_id)
+        self._check_model(request.model)
+        request_id = request.request_id or new_request_id()
+        prompt = await _before(deadline, self._prompts.read(request, self._engine.model))
+        engine_request = self._engine_request(request, request_id, prompt, deadline)
+        echo = await self._echo(request, prompt, engine_request.output) if request.output.echo else ""
+
+        stream = self._engine.submit(engine_request)
+        try:
+            first = self._first_response(request, engine_request, echo)
+            if request.output.final_only:
+                yield await self._only_response(first, stream)
+                return
+            yield first
+            async for update in stream:
+                yield self._response(request_id, update)
+        finally:
+            stream.cancel()
+
+    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        """Token ids of text or messages. Raises InvalidRequestError and ModelNotFoundError."""
+        self._check_model(request.model)
+        token_ids = await self._prompts.tokenize(request)
+        return pb.TokenizeResponse(token_ids=token_ids, max_model_len=self._engine.model.max_model_len)
+
+    async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        """Text of token ids. Raises InvalidRequestError and ModelNotFoundError."""
+        self._check_model(request.model)
+        text = await self._prompts.decode(
+            request.token_ids, self._engine.model, skip_special_tokens=request.skip_special_tokens
+        )
+        return pb.DetokenizeResponse(text=text)
+
+    def list_models(self) -> pb.ListModelsResponse:
+        """Every name that `model` may be, the reported one first."""
+        model = self._engine.model
+        return pb.ListModelsResponse(
+            models=[
+                pb.Model(
+                    name=name,
+                    digest=model.digest,
+                    max_model_len=model.max_model_len,
+                    vocab_size=model.vocab_size,
+                    has_chat_template=self._prompts.has_chat_template,
+                    created_unix_s=int(model.created_unix_s),
+                )
+                for name in model.names
+            ]
+        )
+
+    def _check_model(self, name: str) -> None:
+        names = self._engine.model.names
+        if name and name not in names:
+            raise ModelNotFoundError(f"model {name[:200]!r} is not served here; served: {', '.join(names)}")
+
+    def _engine_request(
+        self, request: pb.GenerateRequest, request_id: str, prompt: Prompt, deadline: float | None
+    ) -> Request:
+        model = self._engine.model
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=prompt.token_ids,
+            sampling=validation.sampling_of(request.sampling, model.default_sampling),
+            stopping=validation.stopping_of(
+                request.stop,
+                num_prompt_tokens=len(prompt.token_ids),
+                max_model_len=model.max_model_len,
+                vocab_size=model.vocab_size,
+            ),
+            output=validation.output_of(request.output),
+            priority=request.priority,
+            deadline=deadline,
+        )
+
+    async def _echo(self, request: pb.GenerateRequest, prompt: Prompt, output: Output) -> str:
+        """The prompt's text as the answer repeats it: as it was given, or decoded from the ids that were given."""
+        if prompt.text is not None:
+            return prompt.text
+        return await self._prompts.decode(
+            request.token_ids.ids, self._engine.model, skip_special_tokens=output.skip_special_tokens
+        )
+
+    def _first_response(self, request: pb.GenerateRequest, accepted: Request, echo: str) -> pb.GenerateResponse:
+        prompt_info = pb.PromptInfo(
+            seed=accepted.sampling.seed,
+            model_digest=self._engine.model.digest,
+            token_count=len(accepted.prompt_token_ids),
+            token_ids=accepted.prompt_token_ids if request.output.return_prompt_token_ids else (),
+        )
+        deltas = [pb.SampleDelta(sample_index=index, text=echo) for index in range(accepted.sampling.n)] if echo else []
+        return pb.GenerateResponse(
+            request_id=accepted.request_id, model=self.model_name, prompt=prompt_info, deltas=deltas
+        )
+
+    def _response(self, request_id: str, update: RequestUpdate) -> pb.GenerateResponse:
+        return pb.GenerateResponse(
+            request_id=request_id,
+            model=self.model_name,
+            deltas=[_delta_message(delta) for delta in update.deltas],
+            usage=_usage_message(update.usage),
+        )
+
+    async def _only_response(self, first: pb.GenerateResponse, stream: RequestStream) -> pb.GenerateResponse:
+        """first with everything that comes joined to it, one delta a sample."""
+        joined = _JoinedDeltas(first.deltas)
+        async for update in stream:
+            joined.add(update.deltas)
+            if update.usage is not None:
+                first.MergeFrom(pb.GenerateResponse(usage=_usage_message(update.usage)))
+        del first.deltas[:]
+        first.deltas.extend(joined.messages())
+        return first
+
+
+def new_request_id() -> str:
+    """A request's name where the caller gave none."""
+    return uuid.uuid4().hex
+
+
+class _JoinedDeltas:
+    """The deltas of a request joined to one a sample, in time linear in their length."""
+
+    def __init__(self, echoed: Iterable[pb.SampleDelta]) -> None:
+        self._texts: dict[int, list[str]] = {delta.sample_index: [delta.text] for delta in echoed}
+        self._deltas: dict[int, SampleDelta] = {}
+
+    def add(self, deltas: Iterable[SampleDelta]) -> None:
+        for delta in deltas:
+            self._texts.setdefault(delta.sample_index, []).append(delta.text)
+            joined = self._deltas.setdefault(delta.sample_index, SampleDelta(delta.sample_index))
+            joined.token_ids.extend(delta.token_ids)
+            joined.logprobs.extend(delta.logprobs)
+            joined.finish_reason = delta.finish_reason
+            joined.matched = delta.matched
+            joined.cumulative_logprob = delta.cumulative_logprob
+
+    def messages(self) -> list[pb.SampleDelta]:
+        for index, joined in self._deltas.items():
+            joined.text = "".join(self._texts[index])
+        return [_delta_message(self._deltas[index]) for index in sorted(self._deltas)]
+
+
+def _delta_message(delta: SampleDelta) -> pb.SampleDelta:
+    message = pb.SampleDelta(
+        sample_index=delta.sample_index,
+        token_ids=delta.token_ids,
+        text=delta.text,
+        logprobs=[_logprobs_message(entry) for entry in delta.logprobs],
+    )
+    if delta.finish_reason is not None:
+        message.finish_reason = _FINISH_REASONS[delta.finish_reason]
+        message.cumulative_logprob = delta.cumulative_logprob
+        if isinstance(delta.matched, str):
+            message.matched_stop = delta.matched
+        elif delta.matched is not None:
+            message.matched_token_id = delta.matched
+    return message
+
+
+def _logprobs_message(entry: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        top=[pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entry.top],
+    )
+
+
+def _usage_message(usage: Usage | None) -> pb.Usage | None:
+    if usage is None:
+        return None
+    return pb.Usage(
+        prompt_token_count=usage.prompt_tokens,
+        completion_token_count=usage.completion_tokens,
+        cached_token_count=usage.cached_tokens,
+    )
+
+
+async def _before(deadline: float | None, work: Awaitable[T]) -> T:
+    """The result of work, or DeadlineError where it is not there in time."""
+    if deadline is None:
+        return await work
+    try:
+        async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+            return await work
+    except TimeoutError:
+        raise DeadlineError("the deadline passed before the prompt was read") from None

@@ -1,0 +1,214 @@
+"""Turns OpenAI bodies into GenerateRequests, and names of the contract's fields back into theirs.
+
+Values are checked here only where the contract's types could not hold them; `validation.py` does the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from google.protobuf import json_format
+
+from octavo.errors import InvalidRequestError
+from octavo.v1 import inference_pb2 as pb
+from octavo_router.openai_schema import (
+    ChatCompletionBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    TokenizeBody,
+)
+
+_INT32_MAX = 2**31 - 1
+_UINT32_MAX = 2**32 - 1
+_DEFAULT_COMPLETION_TOKENS = 16
+
+# Fields of the contract whose name in OpenAI's API is not the last part of theirs.
+_PARAMS = {
+    "text": "prompt",
+    "token_ids": "prompt",
+    "chat": "messages",
+    "include_stop_in_text": "include_stop_str_in_output",
+    "template_variables": "chat_template_kwargs",
+}
+
+
+def completion_requests(body: CompletionBody, request_id: str) -> list[pb.GenerateRequest]:
+    """A request for each prompt of a completion, in order.
+
+    Raises InvalidRequestError for a value that cannot be meant and UnsupportedError for a field that is not offered.
+    """
+    body.check_offered()
+    if not body.prompt:
+        raise InvalidRequestError("prompt is an empty list; give at least one prompt", field="prompt")
+    shared = _shared_request(body)
+    shared.stop.max_tokens = _integer("max_tokens", body.max_tokens, 1, default=_DEFAULT_COMPLETION_TOKENS)
+    shared.output.echo = bool(body.echo)
+    if body.logprobs is not None:
+        shared.output.logprobs = _integer("logprobs", body.logprobs, 0)
+    requests = []
+    for index, prompt in enumerate(body.prompt):
+        request = pb.GenerateRequest()
+        request.CopyFrom(shared)
+        request.request_id = request_id if len(body.prompt) == 1 else f"{request_id}-{index}"
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            # An empty list must still be the prompt that was chosen.
+            request.token_ids.SetInParent()
+            request.token_ids.ids.extend(_token_ids("prompt", prompt))
+        requests.append(request)
+    return requests
+
+
+def chat_request(body: ChatCompletionBody, request_id: str) -> pb.GenerateRequest:
+    """The request of a chat completion. Raises as `completion_requests` does."""
+    body.check_offered()
+    request = _shared_request(body)
+    request.request_id = request_id
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    if max_tokens is not None:
+        request.stop.max_tokens = _integer(name, max_tokens, 1)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs is given without logprobs; set logprobs to true", field="top_logprobs")
+    if body.logprobs:
+        request.output.logprobs = _integer("top_logprobs", body.top_logprobs, 0, default=0)
+    request.chat.CopyFrom(
+        _chat_prompt(body.messages, body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs)
+    )
+    return request
+
+
+def tokenize_request(body: TokenizeBody) -> pb.TokenizeRequest:
+    """The request for token ids. Raises InvalidRequestError unless exactly one of prompt and messages is given."""
+    body.check_offered()
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError("give either prompt or messages", field="prompt")
+    request = pb.TokenizeRequest(model=body.model or "")
+    if body.prompt is not None:
+        request.text = body.prompt
+        if body.add_special_tokens is not None:
+            request.add_special_tokens = body.add_special_tokens
+        return request
+    if body.add_special_tokens:
+        raise InvalidRequestError(
+            "add_special_tokens is for a prompt; the chat template adds its own", field="add_special_tokens"
+        )
+    request.chat.CopyFrom(
+        _chat_prompt(
+            body.messages or [], body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+        )
+    )
+    return request
+
+
+def detokenize_request(body: DetokenizeBody) -> pb.DetokenizeRequest:
+    """The request for text. Raises InvalidRequestError for numbers that cannot be token ids."""
+    return pb.DetokenizeRequest(model=body.model or "", token_ids=_token_ids("tokens", body.tokens))
+
+
+def param_of(field: str) -> str:
+    """The name in OpenAI's API of a field of the contract: "sampling.top_p" is top_p, "chat.messages[0].role" is
+    messages[0].role. Names that are OpenAI's already stay.
+    """
+    message, _, rest = field.partition(".")
+    name = rest if rest and message in ("sampling", "stop", "output", "chat") else field
+    return _PARAMS.get(name, name)
+
+
+def _shared_request(body: CompletionBody | ChatCompletionBody) -> pb.GenerateRequest:
+    """All that both kinds of completions have: sampling, stopping and the small things."""
+    request = pb.GenerateRequest(model=body.model or "", cache_salt=body.cache_salt or "")
+    if body.priority is not None:
+        request.priority = _integer("priority", body.priority, -_INT32_MAX - 1, _INT32_MAX)
+    _set_sampling(request, body)
+    stop = request.stop
+    stop.min_tokens = _integer("min_tokens", body.min_tokens, 0, default=0)
+    stop.stop.extend(body.stop or ())
+    stop.stop_token_ids.extend(_token_ids("stop_token_ids", body.stop_token_ids or ()))
+    stop.ignore_eos = bool(body.ignore_eos)
+    stop.include_stop_in_text = bool(body.include_stop_str_in_output)
+    output = request.output
+    if body.skip_special_tokens is not None:
+        output.skip_special_tokens = body.skip_special_tokens
+    output.spaces_between_special_tokens = bool(body.spaces_between_special_tokens)
+    output.final_only = not body.stream
+    if body.stream_options is not None:
+        if not body.stream:
+            raise InvalidRequestError(
+                "stream_options is given without stream; set stream to true", field="stream_options"
+            )
+        body.stream_options.check_offered("stream_options.")
+    return request
+
+
+def _set_sampling(request: pb.GenerateRequest, body: CompletionBody | ChatCompletionBody) -> None:
+    sampling = request.sampling
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        if (value := getattr(body, name)) is not None:
+            setattr(sampling, name, value)
+    if body.top_k is not None:
+        # Beyond any vocabulary, more is the same; and what is refused below stays refused.
+        sampling.top_k = max(min(body.top_k, _INT32_MAX), -_INT32_MAX)
+    if body.n is not None:
+        sampling.n = _integer("n", body.n, 1)
+    if body.best_of is not None:
+        sampling.best_of = _integer("best_of", body.best_of, 1)
+    if body.seed is not None:
+        # Negative seeds are common; modulo 2^64 they are seeds like any other.
+        sampling.seed = _integer("seed", body.seed, -(2**63), 2**64 - 1) % 2**64
+
+
+def _chat_prompt(
+    messages: Sequence[Message],
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    variables: dict[str, object] | None,
+) -> pb.ChatPrompt:
+    prompt = pb.ChatPrompt(
+        messages=[_message(index, message) for index, message in enumerate(messages)],
+        continue_final_message=bool(continue_final_message),
+    )
+    if add_generation_prompt is not None:
+        prompt.add_generation_prompt = add_generation_prompt
+    if variables:
+        try:
+            json_format.ParseDict(variables, prompt.template_variables)
+        except (json_format.ParseError, ValueError, OverflowError) as error:
+            raise InvalidRequestError(
+                f"chat_template_kwargs cannot be read: {error}", field="chat_template_kwargs"
+            ) from None
+    return prompt
+
+
+def _message(index: int, message: Message) -> pb.ChatMessage:
+    message.check_offered(f"messages[{index}].")
+    result = pb.ChatMessage(role=message.role, name=message.name or "", tool_call_id=message.tool_call_id or "")
+    if isinstance(message.content, str):
+        result.content = message.content
+    else:
+        result.content_parts.extend(pb.ContentPart(text=text) for text in message.content or ())
+    for call in message.tool_calls or ():
+        result.tool_calls.add(id=call.id, name=call.function.name, arguments_json=call.function.arguments)
+    return result
+
+
+def _integer(name: str, value: int | None, low: int, high: int = _UINT32_MAX, *, default: int | None = None) -> int:
+    """value, or default where it is None. Raises InvalidRequestError for what the contract's type cannot hold."""
+    if value is None:
+        assert default is not None
+        return default
+    if not low <= value <= high:
+        allowed = f"at least {low}" if value < low and high == _UINT32_MAX else f"from {low} to {high}"
+        raise InvalidRequestError(f"{name} is {value}; it must be {allowed}", field=name)
+    return value
+
+
+def _token_ids(name: str, token_ids: Iterable[int]) -> Iterable[int]:
+    for token_id in token_ids:
+        if not 0 <= token_id <= _UINT32_MAX:
+            raise InvalidRequestError(
+                f"{name} holds {token_id}; token ids are from 0 to the vocabulary's size - 1", field=name
+            )
+    return token_ids

@@ -1,0 +1,110 @@
+"""What the scheduler orders and what it is answered: a step's plan and a step's result, as plain columns.
+
+These are the messages StepPlan and StepResult of octavo.worker.v1 without the wire; `worker_client.py` turns one into
+the other. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from octavo_router.request import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceParams:
+    """How the worker samples one sequence. Tokens are suppressed while the output is shorter than min_token_count."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    return_logprobs: bool
+    top_logprob_count: int
+    suppressed_token_ids: tuple[int, ...]
+    min_token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """The state of a sequence that the worker does not hold. token_ids: the prompt, then the output so far."""
+
+    sequence_id: int
+    prompt_token_count: int
+    token_ids: list[int]
+    params: SequenceParams
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step's orders. The columns from sequence_ids to new_block_counts have one entry a scheduled sequence.
+
+    start_positions: position of the first token to compute; token_counts: how many, at least 1; samples: whether a
+    token is sampled behind the last; new_block_ids: the block ids appended to each table, one sequence's behind the
+    other's.
+    """
+
+    epoch: int
+    step_seq: int
+    new_sequences: list[NewSequence] = field(default_factory=list)
+    release_sequence_ids: list[int] = field(default_factory=list)
+    sequence_ids: list[int] = field(default_factory=list)
+    start_positions: list[int] = field(default_factory=list)
+    token_counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    new_block_counts: list[int] = field(default_factory=list)
+    new_block_ids: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(self.token_counts)
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobColumns:
+    """Log-probabilities of several tokens. The top columns are flat; top_counts tells how many each token has."""
+
+    logprobs: list[float] = field(default_factory=list)
+    top_counts: list[int] = field(default_factory=list)
+    top_token_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+
+    def unpack(self, token_ids: list[int]) -> list[TokenLogprobs]:
+        """An entry for each token. Raises ValueError where the columns' lengths do not fit."""
+        entries: list[TokenLogprobs] = []
+        begin = 0
+        for token_id, logprob, count in zip(token_ids, self.logprobs, self.top_counts, strict=True):
+            end = begin + count
+            top = zip(self.top_token_ids[begin:end], self.top_logprobs[begin:end], strict=True)
+            entries.append(TokenLogprobs(token_id, logprob, tuple(top)))
+            begin = end
+        if begin != len(self.top_token_ids):
+            raise ValueError(f"{len(self.top_token_ids)} likeliest tokens came, {begin} are counted")
+        return entries
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFailure:
+    """One sequence that the worker could not go on with."""
+
+    sequence_id: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The answer to the plan (epoch, step_seq): a token for each sequence that sampled, in the plan's order.
+
+    logprobs: entries for the sequences that asked, in the same order. Durations are in microseconds.
+    """
+
+    epoch: int
+    step_seq: int
+    sequence_ids: list[int]
+    token_ids: list[int]
+    logprobs: LogprobColumns = field(default_factory=LogprobColumns)
+    errors: list[SequenceFailure] = field(default_factory=list)
+    duration_us: int = 0
+    idle_us: int = 0

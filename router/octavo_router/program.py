@@ -1,0 +1,215 @@
+"""The router as a running program: its parts, in the order in which they start and stop.
+
+    bind addresses -> find the worker -> serve -> drain -> stop
+
+Flags, logging, signals and exit codes are `main.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from octavo.config import RouterConfig
+from octavo.errors import ConfigError, InvalidRequestError
+from octavo_router.admin import AdminServicer
+from octavo_router.chat_template import ChatTemplate
+from octavo_router.engine import Engine
+from octavo_router.grpc_server import GrpcServer
+from octavo_router.inference import Inference
+from octavo_router.metrics import Metrics
+from octavo_router.prompts import PromptReader
+from octavo_router.served_model import ServedModel
+from octavo_router.tokenizer import Tokenizer
+from octavo_router.worker_client import GrpcWorkerClient, TokenizerFiles, WorkerUnavailableError, wait_for_worker
+
+if TYPE_CHECKING:
+    from octavo_router.http_server import HttpServer
+
+logger = logging.getLogger(__name__)
+
+HEALTH_INTERVAL_S = 0.1
+# What a server gets to send its last messages once every request has ended.
+FLUSH_S = 2.0
+
+
+class Program:
+    """One router. `start`, then `stop`, each once."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Binds the addresses, so that a port in use is known before anything else happens. Needs a running event loop.
+
+        Raises ConfigError for settings that do not fit together, a template that cannot be read, or an address in use.
+        """
+        if len(config.worker) != 1:
+            raise ConfigError(f"worker names {len(config.worker)} workers; this router serves with exactly one")
+        if config.port < 0 and config.grpc_port < 0 and not config.grpc_socket:
+            raise ConfigError("port and grpc_port are -1 and grpc_socket is empty; leave one address to serve on")
+        self._config = config
+        self._template_source = _read_template(config.chat_template)
+        self._remove_ready_file()
+        self._http_socket: socket.socket | None = None
+        if config.port >= 0:
+            # The HTTP stack is loaded only where HTTP is served.
+            from octavo_router.http_server import bind
+
+            self._http_socket = bind(config.host, config.port)
+        self._grpc = GrpcServer(
+            host=config.host,
+            port=config.grpc_port,
+            socket_path=config.grpc_socket,
+            max_request_bytes=config.max_request_bytes,
+        )
+        self._metrics = Metrics()
+        self._worker: GrpcWorkerClient | None = None
+        self._prompts: PromptReader | None = None
+        self._engine: Engine | None = None
+        self._http: HttpServer | None = None
+        self._health: asyncio.Task[None] | None = None
+
+    @property
+    def http_url(self) -> str:
+        """Base URL of the HTTP server; empty for none."""
+        if self._http_socket is None:
+            return ""
+        return f"http://{_reachable(self._config.host)}:{self._http_socket.getsockname()[1]}"
+
+    @property
+    def grpc_address(self) -> str:
+        """HOST:PORT of the gRPC server; empty where it has no TCP port."""
+        return f"{_reachable(self._config.host)}:{self._grpc.port}" if self._grpc.port >= 0 else ""
+
+    async def start(self) -> None:
+        """Finds the worker, however long that takes, and serves. Cancelling it needs a `stop` as well.
+
+        Raises ConfigError for a chat template that is no template and ModelLoadError for a tokenizer that is not known.
+        """
+        self._worker = GrpcWorkerClient(self._config.worker[0])
+        files = await _tokenizer_files(self._worker)
+        tokenizer = Tokenizer.from_defaults(files.tokenizer_json, files.defaults)
+        template = self._chat_template(files, tokenizer)
+        self._prompts = PromptReader(tokenizer, template, num_threads=self._config.tokenizer_threads)
+        engine = Engine(self._config, self._worker, tokenizer, self._metrics, default_sampling=files.default_sampling)
+        self._engine = engine
+        await engine.start()
+        inference = Inference(engine, self._prompts)
+        await self._grpc.start(inference, AdminServicer(engine))
+        if self._http_socket is not None:
+            self._http = self._make_http(engine, inference, tokenizer, self._http_socket)
+            await self._http.start()
+        await self._grpc.set_serving(engine.is_ready)
+        self._health = asyncio.create_task(self._keep_health(engine), name="health")
+        self._announce(engine.model)
+
+    async def drain(self) -> None:
+        """Refuses new requests and lets running ones finish within the grace period."""
+        await self._grpc.set_serving(False)
+        if self._engine is not None:
+            await self._engine.drain(self._config.grace_period_s)
+
+    async def stop(self) -> None:
+        """Ends what runs: requests fail with UNAVAILABLE, servers send what they have and close."""
+        if self._health is not None:
+            self._health.cancel()
+        await self._grpc.set_serving(False)
+        # The engine goes first, so that requests which still run end with an error that the servers can send.
+        if self._engine is not None:
+            await self._engine.stop()
+        elif self._worker is not None:
+            await self._worker.close()
+        await asyncio.gather(self._grpc.stop(FLUSH_S), *([self._http.stop(FLUSH_S)] if self._http is not None else ()))
+        if self._prompts is not None:
+            self._prompts.close()
+        if self._http_socket is not None:
+            self._http_socket.close()
+        self._remove_ready_file()
+
+    def _make_http(
+        self, engine: Engine, inference: Inference, tokenizer: Tokenizer, bound: socket.socket
+    ) -> HttpServer:
+        from octavo_router.http_server import HttpServer, Routes, make_app
+
+        routes = Routes(
+            inference,
+            token_bytes=tokenizer.token_bytes,
+            is_serving=lambda: engine.is_ready,
+            metrics=self._metrics,
+            max_request_bytes=self._config.max_request_bytes,
+        )
+        return HttpServer(make_app(routes), bound)
+
+    async def _keep_health(self, engine: Engine) -> None:
+        """Tells the health service when the worker is lost, is back, or the engine begins to drain."""
+        was_ready = engine.is_ready
+        while True:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            if engine.is_ready != was_ready:
+                was_ready = engine.is_ready
+                await self._grpc.set_serving(was_ready)
+
+    def _chat_template(self, files: TokenizerFiles, tokenizer: Tokenizer) -> ChatTemplate:
+        try:
+            return ChatTemplate(self._template_source or files.defaults.chat_template, tokenizer.special_tokens)
+        except InvalidRequestError as error:
+            if self._template_source:
+                raise ConfigError(f"chat_template {self._config.chat_template}: {error.message}") from None
+            logger.error("the model's chat template is not used: %s; give another with --chat-template", error.message)
+            return ChatTemplate("", tokenizer.special_tokens)
+
+    def _announce(self, model: ServedModel) -> None:
+        """Says where it serves, to people on stdout and to a parent process in the ready file."""
+        config = self._config
+        unix = f"unix:{config.grpc_socket}" if config.grpc_socket else ""
+        grpc = ", ".join(filter(None, (self.grpc_address, unix))) or "none"
+        http = f"{self.http_url}/v1" if self.http_url else "none"
+        if config.ready_file:
+            addresses = {"http": self.http_url, "grpc": self.grpc_address, "grpc_socket": config.grpc_socket}
+            _write_atomically(Path(config.ready_file), json.dumps(addresses | {"pid": os.getpid()}))
+        print(f"{config.router_name} ready: {', '.join(model.names)} at HTTP {http}, gRPC {grpc}", flush=True)
+
+    def _remove_ready_file(self) -> None:
+        if self._config.ready_file:
+            Path(self._config.ready_file).unlink(missing_ok=True)
+
+
+async def _tokenizer_files(worker: GrpcWorkerClient) -> TokenizerFiles:
+    """The worker's tokenizer, once there is a worker."""
+    while True:
+        await wait_for_worker(worker)
+        try:
+            return await worker.get_tokenizer()
+        except WorkerUnavailableError as error:
+            logger.warning("the worker at %s did not send its tokenizer: %s; trying again", worker.address, error)
+
+
+def _read_template(path: str) -> str:
+    if not path:
+        return ""
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template is {path!r}, which cannot be read: {error}") from None
+    if not source:
+        raise ConfigError(f"chat_template is {path!r}, which is empty; give a Jinja template")
+    return source
+
+
+def _reachable(host: str) -> str:
+    """A host under which this machine reaches itself, in the notation of URLs."""
+    host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Writes a file that readers see whole or not at all. Raises ConfigError where it cannot be written."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    except OSError as error:
+        raise ConfigError(f"ready_file {path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,192 @@
+"""Checks a GenerateRequest against the contract and turns its parameters into the engine's.
+
+Both front ends come through here, so a value is refused for the same reason whichever way it arrived. Every error names
+the field, the value and what is allowed. What a pool can hold is the engine's matter, prompts are `prompts.py`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from octavo.errors import ContextLengthError, InvalidRequestError, UnsupportedError
+from octavo.v1 import inference_pb2 as pb
+from octavo.v1 import sampling_pb2
+from octavo_router.request import Output, Sampling, Stopping
+
+MAX_SAMPLES = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024
+MAX_REQUEST_ID_LENGTH = 256
+
+# Fields of the contract that this server does not offer, each with a look whether a request uses it. Neutral values,
+# which ask for nothing, pass.
+_NOT_OFFERED: tuple[tuple[str, Callable[[pb.GenerateRequest], Any]], ...] = (
+    ("resume", lambda r: r.HasField("resume")),
+    ("adapter", lambda r: r.adapter),
+    ("sampling.presence_penalty", lambda r: r.sampling.presence_penalty != 0),
+    ("sampling.frequency_penalty", lambda r: r.sampling.frequency_penalty != 0),
+    ("sampling.repetition_penalty", lambda r: _set(r.sampling, "repetition_penalty", 1)),
+    ("sampling.logit_bias", lambda r: r.sampling.logit_bias),
+    ("sampling.allowed_token_ids", lambda r: r.sampling.allowed_token_ids),
+    ("sampling.bad_words", lambda r: r.sampling.bad_words),
+    ("sampling.beam_search", lambda r: r.sampling.HasField("beam_search")),
+    ("sampling.grammar", lambda r: r.sampling.HasField("grammar")),
+    ("output.prompt_logprobs", lambda r: r.output.HasField("prompt_logprobs")),
+)
+
+
+def refuse_unsupported(request: pb.GenerateRequest) -> None:
+    """Raises UnsupportedError, naming the field, where a request uses a part of the contract that is not offered."""
+    for field, is_used in _NOT_OFFERED:
+        if is_used(request):
+            raise unsupported(field)
+    if request.output.echo and request.output.HasField("logprobs"):
+        raise UnsupportedError(
+            "echo together with logprobs is not offered by this server; leave one of them out", field="output.echo"
+        )
+
+
+def unsupported(field: str) -> UnsupportedError:
+    """The error for a field, given by its path in the contract, that this server does not offer."""
+    return UnsupportedError(f"{field.rpartition('.')[2]} is not offered by this server; leave it out", field=field)
+
+
+def check_request_id(request_id: str) -> None:
+    """Raises InvalidRequestError for a request_id that would spoil a log: too long, or with control characters."""
+    if len(request_id) > MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
+        raise InvalidRequestError(
+            f"request_id is {request_id[:40]!r}; it must be printable and at most {MAX_REQUEST_ID_LENGTH} characters",
+            field="request_id",
+        )
+
+
+def sampling_of(message: sampling_pb2.SamplingParams, defaults: Sampling) -> Sampling:
+    """How tokens are chosen. Unset fields take the model's defaults; a seed that is not given is drawn.
+
+    Raises InvalidRequestError for a value out of its range.
+    """
+    n = message.n if message.HasField("n") else 1
+    _in_range("sampling.n", n, 1, MAX_SAMPLES)
+    if message.HasField("best_of"):
+        if message.best_of < n:
+            raise _out_of_range("sampling.best_of", message.best_of, f"at least n, which is {n}")
+        if message.best_of > n:
+            raise unsupported("sampling.best_of")
+    temperature = message.temperature if message.HasField("temperature") else defaults.temperature
+    _in_range("sampling.temperature", temperature, 0, 2)
+    top_p = message.top_p if message.HasField("top_p") else defaults.top_p
+    if not 0 < top_p <= 1:
+        raise _out_of_range("sampling.top_p", top_p, "above 0 and at most 1")
+    top_k = message.top_k if message.HasField("top_k") else defaults.top_k
+    if top_k < -1:
+        raise _out_of_range("sampling.top_k", top_k, "at least 1, or 0 or -1 for all tokens")
+    min_p = message.min_p if message.HasField("min_p") else defaults.min_p
+    _in_range("sampling.min_p", min_p, 0, 1)
+    # 63 bits, so that a drawn seed is a positive number in every client language.
+    seed = message.seed if message.HasField("seed") else secrets.randbits(63)
+    return Sampling(temperature=temperature, top_p=top_p, top_k=max(top_k, 0), min_p=min_p, seed=seed, n=n)
+
+
+def stopping_of(
+    message: sampling_pb2.StopConditions, *, num_prompt_tokens: int, max_model_len: int, vocab_size: int
+) -> Stopping:
+    """When samples end. Unset max_tokens lets them run to the context's end.
+
+    Raises ContextLengthError where prompt and max_tokens exceed max_model_len: nothing is capped or cut. Raises
+    InvalidRequestError for other values out of their range.
+    """
+    check_prompt_length(num_prompt_tokens, max_model_len)
+    max_tokens = max_model_len - num_prompt_tokens
+    if message.HasField("max_tokens"):
+        if message.max_tokens < 1:
+            raise _out_of_range("stop.max_tokens", message.max_tokens, "at least 1")
+        if message.max_tokens > max_tokens:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {message.max_tokens}, together "
+                f"{num_prompt_tokens + message.max_tokens}; at most {max_model_len} are possible: shorten the prompt "
+                f"or ask for at most {max_tokens} tokens",
+                field="stop.max_tokens",
+            )
+        max_tokens = message.max_tokens
+    if message.min_tokens > max_tokens:
+        raise _out_of_range("stop.min_tokens", message.min_tokens, f"at most max_tokens, which is {max_tokens}")
+    _check_stop_strings(message.stop)
+    check_token_ids("stop.stop_token_ids", message.stop_token_ids, vocab_size)
+    return Stopping(
+        max_tokens=max_tokens,
+        min_tokens=message.min_tokens,
+        stop=tuple(message.stop),
+        stop_token_ids=frozenset(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        include_stop_in_text=message.include_stop_in_text,
+    )
+
+
+def output_of(message: sampling_pb2.OutputOptions) -> Output:
+    """What comes back. Raises InvalidRequestError for too many log-probabilities."""
+    logprobs = message.logprobs if message.HasField("logprobs") else None
+    if logprobs is not None:
+        _in_range("output.logprobs", logprobs, 0, MAX_LOGPROBS)
+    return Output(
+        logprobs=logprobs,
+        skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
+        spaces_between_special_tokens=message.spaces_between_special_tokens,
+    )
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
+    """Raises ContextLengthError where a prompt leaves no room for one token. at_least: num_tokens is a lower bound."""
+    if num_tokens >= max_model_len:
+        raise ContextLengthError(
+            f"the prompt has {'at least ' if at_least else ''}{num_tokens} tokens; at most {max_model_len} are "
+            f"possible, prompt and output together: shorten the prompt to at most {max_model_len - 1} tokens",
+            field="prompt",
+        )
+
+
+def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Raises InvalidRequestError that names the first id outside the vocabulary. Ids are unsigned by their type."""
+    if max(token_ids, default=0) < vocab_size:
+        return
+    token_id = next(token_id for token_id in token_ids if token_id >= vocab_size)
+    raise InvalidRequestError(
+        f"{field.rpartition('.')[2]} holds {token_id}; token ids of this model are from 0 to {vocab_size - 1}",
+        field=field,
+    )
+
+
+def _check_stop_strings(stop: Iterable[str]) -> None:
+    texts = list(stop)
+    if len(texts) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            f"stop has {len(texts)} strings; at most {MAX_STOP_STRINGS} are possible", field="stop.stop"
+        )
+    for text in texts:
+        if not text:
+            raise InvalidRequestError(
+                "stop holds an empty string; every stop string must have a character", field="stop.stop"
+            )
+        if len(text) > MAX_STOP_LENGTH:
+            raise InvalidRequestError(
+                f"stop holds a string of {len(text)} characters; at most {MAX_STOP_LENGTH} are possible",
+                field="stop.stop",
+            )
+
+
+def _in_range(field: str, value: float, low: float, high: float) -> None:
+    if math.isnan(value) or not low <= value <= high:
+        raise _out_of_range(field, value, f"from {low:g} to {high:g}")
+
+
+def _out_of_range(field: str, value: float, allowed: str) -> InvalidRequestError:
+    # A float of the contract has 32 bits: more digits than %g shows are not the caller's.
+    shown = f"{value:g}" if isinstance(value, float) else value
+    return InvalidRequestError(f"{field.rpartition('.')[2]} is {shown}; it must be {allowed}", field=field)
+
+
+def _set(message: Any, field: str, neutral: float) -> bool:
+    return bool(message.HasField(field) and getattr(message, field) != neutral)

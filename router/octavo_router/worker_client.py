@@ -1,0 +1,332 @@
+"""The seam to a worker, and its gRPC implementation: plans go out, results come in.
+
+Turns `plan.py`'s columns into octavo.worker.v1 and back, keeps the stream alive and says when it is lost. What to send,
+and what to do after a loss, is the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from octavo.worker.v1 import worker_pb2 as pb
+from octavo.worker.v1 import worker_pb2_grpc
+from octavo_router.plan import LogprobColumns, NewSequence, SequenceFailure, StepPlan, StepResult
+from octavo_router.request import Sampling
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL_VERSION = 1
+MAX_TOKENS_PER_MESSAGE = 32 * 1024
+UNARY_TIMEOUT_S = 10.0
+FIRST_DELAY_S = 0.05
+LONGEST_DELAY_S = 2.0
+REMINDER_S = 10.0
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # A worker that vanished without a word is noticed within 20 s, idle or not, and no number of pings is too many.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A worker that is back is found at once: no long back-off, and none shared with another channel to its address.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+class WorkerUnavailableError(Exception):
+    """No worker answers, or one that cannot be talked to."""
+
+
+class SessionLostError(Exception):
+    """The session ended, or could not be opened; nothing that was sent on it can be relied on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a worker sends of its model's tokenizer: a tokenizer.json and what belongs to it."""
+
+    tokenizer_json: bytes
+    defaults: pb.TokenizerDefaults
+
+    @property
+    def default_sampling(self) -> Sampling:
+        """How the model wants to be sampled where a request does not say."""
+        named = ("temperature", "top_p", "top_k")
+        return Sampling(**{name: getattr(self.defaults, name) for name in named if self.defaults.HasField(name)})
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The executor lives: its tick grows whenever it gets on, within a step too."""
+
+    executor_tick: int
+    busy: bool
+
+
+class WorkerSession(Protocol):
+    """An open session. Every method raises SessionLostError once it is lost."""
+
+    async def send(self, plan: StepPlan) -> None:
+        """Sends a plan; it is on its way when this returns. Plans arrive in the order of the calls."""
+
+    async def renew(self) -> None:
+        """Tells the worker that the router lives."""
+
+    def messages(self) -> AsyncGenerator[StepResult | Progress]:
+        """What the worker says, in order, without end."""
+
+
+class WorkerClient(Protocol):
+    """One worker, reached or not."""
+
+    @property
+    def address(self) -> str:
+        """Where it is reached, for people."""
+
+    async def describe(self) -> pb.DescribeResponse:
+        """What the worker is. Raises WorkerUnavailableError."""
+
+    async def get_tokenizer(self) -> TokenizerFiles:
+        """The model's tokenizer. Raises WorkerUnavailableError."""
+
+    def open_session(
+        self, *, epoch: int, incarnation: int, router_name: str
+    ) -> AbstractAsyncContextManager[WorkerSession]:
+        """A session, which ends with the context. Raises SessionLostError."""
+
+    async def close(self) -> None:
+        """Lets go of the connection."""
+
+
+class GrpcWorkerClient:
+    """A worker at HOST:PORT or unix:PATH. To be made where an event loop runs."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    async def describe(self) -> pb.DescribeResponse:
+        try:
+            description = await self._stub.Describe(pb.DescribeRequest(), timeout=UNARY_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise WorkerUnavailableError(_explain(error)) from error
+        if description.protocol_version != PROTOCOL_VERSION:
+            raise WorkerUnavailableError(
+                f"it speaks version {description.protocol_version} of the worker protocol, this router speaks "
+                f"{PROTOCOL_VERSION}; install the same release on both sides"
+            )
+        return description
+
+    async def get_tokenizer(self) -> TokenizerFiles:
+        defaults = pb.TokenizerDefaults()
+        pieces: list[bytes] = []
+        try:
+            async for response in self._stub.GetTokenizer(pb.GetTokenizerRequest()):
+                if response.WhichOneof("piece") == "defaults":
+                    defaults = response.defaults
+                else:
+                    pieces.append(response.tokenizer_json)
+        except grpc.aio.AioRpcError as error:
+            raise WorkerUnavailableError(_explain(error)) from error
+        return TokenizerFiles(b"".join(pieces), defaults)
+
+    @asynccontextmanager
+    async def open_session(self, *, epoch: int, incarnation: int, router_name: str) -> AsyncGenerator[WorkerSession]:
+        call = self._stub.Run()
+        session = _GrpcWorkerSession(call, epoch=epoch, incarnation=incarnation)
+        try:
+            await session.open(router_name)
+            yield session
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class _GrpcWorkerSession:
+    """One Run call."""
+
+    def __init__(self, call: Any, *, epoch: int, incarnation: int) -> None:
+        self._call = call
+        self._epoch = epoch
+        self._incarnation = incarnation
+        self._next_step_seq = 1
+        self._writing = asyncio.Lock()
+
+    async def open(self, router_name: str) -> None:
+        """Opens the session and waits until the worker says that it is open."""
+        opening = pb.OpenSession(protocol_version=PROTOCOL_VERSION, router_name=router_name)
+        try:
+            async with asyncio.timeout(UNARY_TIMEOUT_S):
+                await self._write(self._request(open=opening))
+                response = await self._read()
+        except TimeoutError:
+            raise SessionLostError(f"the worker did not open a session within {UNARY_TIMEOUT_S:g} s") from None
+        if response.WhichOneof("body") != "opened":
+            raise SessionLostError(f"the worker's first message is {response.WhichOneof('body')}, not opened")
+
+    async def send(self, plan: StepPlan) -> None:
+        async with self._writing:
+            for new in plan.new_sequences:
+                for piece in _pieces_ahead(new):
+                    await self._write(self._request(sequence_tokens=piece))
+            await self._write(self._request(plan=plan_message(plan)))
+            self._next_step_seq = plan.step_seq + 1
+
+    async def renew(self) -> None:
+        async with self._writing:
+            await self._write(self._request(renew=pb.Renew()))
+
+    async def messages(self) -> AsyncGenerator[StepResult | Progress]:
+        while True:
+            response = await self._read()
+            if (response.epoch, response.incarnation) != (self._epoch, self._incarnation):
+                logger.warning("dropped a message of epoch %d, which is not this session's", response.epoch)
+                continue
+            match response.WhichOneof("body"):
+                case "result":
+                    yield result_columns(response)
+                case "progress":
+                    yield Progress(response.progress.executor_tick, response.progress.busy)
+                case other:
+                    raise SessionLostError(f"the worker sent {other} within a session")
+
+    def _request(self, **body: Any) -> pb.RunRequest:
+        return pb.RunRequest(epoch=self._epoch, incarnation=self._incarnation, step_seq=self._next_step_seq, **body)
+
+    async def _write(self, request: pb.RunRequest) -> None:
+        try:
+            await self._call.write(request)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise SessionLostError(await self._why(error)) from error
+
+    async def _read(self) -> pb.RunResponse:
+        try:
+            response = await self._call.read()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise SessionLostError(await self._why(error)) from error
+        if response is grpc.aio.EOF:
+            raise SessionLostError("the worker ended the session")
+        return response  # type: ignore[no-any-return]
+
+    async def _why(self, error: Exception) -> str:
+        if isinstance(error, grpc.aio.AioRpcError):
+            return _explain(error)
+        return f"{(await self._call.code()).name}: {await self._call.details()}"
+
+
+async def wait_for_worker(worker: WorkerClient) -> pb.DescribeResponse:
+    """Asks the worker what it is until it answers. Logs that it waits, and why, and again every 10 s or for a new
+    reason."""
+    loop = asyncio.get_running_loop()
+    began = last_logged = loop.time()
+    reason = ""
+    for delay_s in backoff():
+        try:
+            return await worker.describe()
+        except WorkerUnavailableError as error:
+            now = loop.time()
+            if str(error) != reason or now - last_logged >= REMINDER_S:
+                reason, last_logged = str(error), now
+                logger.warning("waiting for the worker at %s (%.0f s): %s", worker.address, now - began, reason)
+        await asyncio.sleep(delay_s)
+    raise AssertionError("backoff has no end")
+
+
+def backoff() -> Iterator[float]:
+    """Delays between tries, in seconds: doubling, with an upper bound, without end."""
+    delay_s = FIRST_DELAY_S
+    while True:
+        yield delay_s
+        delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+
+
+def plan_message(plan: StepPlan) -> pb.StepPlan:
+    """A plan as a message. Of a long sequence's tokens it has the last piece; the others go ahead of it."""
+    return pb.StepPlan(
+        new_sequences=[_new_sequence_message(new) for new in plan.new_sequences],
+        release_sequence_ids=plan.release_sequence_ids,
+        scheduled=pb.ScheduledSequences(
+            sequence_ids=plan.sequence_ids,
+            start_positions=plan.start_positions,
+            token_counts=plan.token_counts,
+            samples=plan.samples,
+            new_block_counts=plan.new_block_counts,
+            new_block_ids=plan.new_block_ids,
+        ),
+    )
+
+
+def result_columns(response: pb.RunResponse) -> StepResult:
+    """A result as columns."""
+    result = response.result
+    return StepResult(
+        epoch=response.epoch,
+        step_seq=response.step_seq,
+        sequence_ids=list(result.sequence_ids),
+        token_ids=list(result.token_ids),
+        logprobs=LogprobColumns(
+            list(result.logprobs.logprobs),
+            list(result.logprobs.top_counts),
+            list(result.logprobs.top_token_ids),
+            list(result.logprobs.top_logprobs),
+        ),
+        errors=[SequenceFailure(error.sequence_id, error.message) for error in result.errors],
+        duration_us=result.duration_us,
+        idle_us=result.idle_us,
+    )
+
+
+def _split_point(num_tokens: int) -> int:
+    """Where the last piece begins: a whole number of pieces before it, itself not empty."""
+    return max(0, num_tokens - 1) // MAX_TOKENS_PER_MESSAGE * MAX_TOKENS_PER_MESSAGE
+
+
+def _pieces_ahead(new: NewSequence) -> Iterator[pb.SequenceTokens]:
+    for begin in range(0, _split_point(len(new.token_ids)), MAX_TOKENS_PER_MESSAGE):
+        piece = new.token_ids[begin : begin + MAX_TOKENS_PER_MESSAGE]
+        yield pb.SequenceTokens(sequence_id=new.sequence_id, token_ids=piece)
+
+
+def _new_sequence_message(new: NewSequence) -> pb.NewSequence:
+    params = new.params
+    return pb.NewSequence(
+        sequence_id=new.sequence_id,
+        prompt_token_count=new.prompt_token_count,
+        token_ids=new.token_ids[_split_point(len(new.token_ids)) :],
+        params=pb.SequenceParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            seed=params.seed,
+            return_logprobs=params.return_logprobs,
+            top_logprob_count=params.top_logprob_count,
+            suppressed_token_ids=params.suppressed_token_ids,
+            min_token_count=params.min_token_count,
+        ),
+    )
+
+
+def _explain(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details()}"

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+
+from octavo.conversion import chat_prompt, chat_request, detokenize_request, generate_request, tokenize_request
+from octavo.errors import InvalidRequestError
+from octavo.types import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from octavo.v1 import inference_pb2, sampling_pb2
+
+
+def request_for(**params: Any) -> inference_pb2.GenerateRequest:
+    return generate_request("x", SamplingParams(**params), {}, final_only=False)
+
+
+def test_no_parameters_leave_everything_to_the_server() -> None:
+    request = generate_request("x", None, {}, final_only=True)
+    assert not request.HasField("sampling")
+    assert not request.HasField("stop")
+    assert request.output == sampling_pb2.OutputOptions(final_only=True, return_prompt_token_ids=True)
+
+
+def test_default_parameters_are_vllm_s() -> None:
+    request = request_for()
+    assert request.sampling == sampling_pb2.SamplingParams(temperature=1.0, top_p=1.0, top_k=0)
+    assert request.stop == sampling_pb2.StopConditions(max_tokens=16)
+
+
+def test_model_defaults_leave_the_choice_of_tokens_unset() -> None:
+    request = generate_request("x", SamplingParams.model_defaults(), {}, final_only=False)
+    assert request.sampling == sampling_pb2.SamplingParams()
+    assert request.stop.max_tokens == 16
+
+
+def test_every_parameter_has_its_place() -> None:
+    request = request_for(
+        n=2, best_of=3, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, seed=2**64 - 1, presence_penalty=1.5,
+        frequency_penalty=-0.5, repetition_penalty=1.25, logit_bias={5: -100.0}, allowed_token_ids=[1, 2],
+        bad_words=["bad"], max_tokens=None, min_tokens=4, stop=["a", "b"], stop_token_ids=[9], ignore_eos=True,
+        include_stop_str_in_output=True, logprobs=0, prompt_logprobs=2, skip_special_tokens=False,
+        spaces_between_special_tokens=True,
+    )  # fmt: skip
+    assert request.sampling == sampling_pb2.SamplingParams(
+        n=2, best_of=3, temperature=0.5, top_p=0.25, top_k=7, min_p=0.125, seed=2**64 - 1, presence_penalty=1.5,
+        frequency_penalty=-0.5, repetition_penalty=1.25, logit_bias={5: -100.0}, allowed_token_ids=[1, 2],
+        bad_words=["bad"],
+    )  # fmt: skip
+    assert request.stop == sampling_pb2.StopConditions(
+        min_tokens=4, stop=["a", "b"], stop_token_ids=[9], ignore_eos=True, include_stop_in_text=True
+    )
+    assert request.output == sampling_pb2.OutputOptions(
+        logprobs=0, prompt_logprobs=2, skip_special_tokens=False, spaces_between_special_tokens=True,
+        return_prompt_token_ids=True,
+    )  # fmt: skip
+
+
+def test_one_stop_string_may_be_given_bare() -> None:
+    assert request_for(stop="END").stop.stop == ["END"]
+
+
+def test_wrong_values_that_fit_the_contract_go_to_the_server() -> None:
+    assert request_for(temperature=-1.0).sampling.temperature == -1.0
+    assert request_for(n=0).sampling.n == 0
+    assert request_for(top_k=-5).sampling.top_k == -5
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"max_tokens": -1}, "stop.max_tokens"),
+        ({"max_tokens": 1.5}, "stop.max_tokens"),
+        ({"n": -1}, "sampling.n"),
+        ({"seed": -3}, "sampling.seed"),
+        ({"temperature": "hot"}, "sampling.temperature"),
+        ({"stop": [3]}, "stop.stop"),
+        ({"stop_token_ids": [-1]}, "stop.stop_token_ids"),
+        ({"stop_token_ids": 3}, "stop.stop_token_ids"),
+        ({"logprobs": -1}, "output.logprobs"),
+        ({"logit_bias": {-1: 1.0}}, "sampling.logit_bias"),
+        ({"bad_words": "bad"}, "sampling.bad_words"),
+    ],
+)
+def test_what_the_contract_cannot_hold_names_the_field(params: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequestError, match="it must be") as error:
+        request_for(**params)
+    assert error.value.field == field
+
+
+def test_beams() -> None:
+    request = request_for(beam_search=BeamSearchParams(beam_width=4, length_penalty=0.5, early_stopping="never"))
+    assert request.sampling.beam_search == sampling_pb2.BeamSearch(
+        beam_width=4, length_penalty=0.5, early_stopping=sampling_pb2.BEAM_EARLY_STOPPING_NEVER
+    )
+    with pytest.raises(InvalidRequestError, match="early_stopping is 'soon'"):
+        request_for(beam_search=BeamSearchParams(beam_width=4, early_stopping="soon"))  # type: ignore[arg-type]
+
+
+def test_structured_outputs() -> None:
+    schema = request_for(structured_outputs=StructuredOutputsParams(json='{"type": "object"}')).sampling.grammar
+    assert schema.json_schema["type"] == "object"
+    assert request_for(structured_outputs=StructuredOutputsParams(json={"a": [1]})).sampling.grammar.HasField(
+        "json_schema"
+    )
+    assert request_for(structured_outputs=StructuredOutputsParams(regex="a+")).sampling.grammar.regex == "a+"
+    assert request_for(
+        structured_outputs=StructuredOutputsParams(choice=["a", "b"])
+    ).sampling.grammar.choices.choices == ["a", "b"]
+    assert request_for(structured_outputs=StructuredOutputsParams(grammar="g")).sampling.grammar.lark == "g"
+    assert request_for(structured_outputs=StructuredOutputsParams(json_object=True)).sampling.grammar.json_object
+    with pytest.raises(InvalidRequestError, match="given: none"):
+        request_for(structured_outputs=StructuredOutputsParams())
+    with pytest.raises(InvalidRequestError, match="given: json, regex"):
+        request_for(structured_outputs=StructuredOutputsParams(json={"a": 1}, regex="a"))
+    with pytest.raises(InvalidRequestError, match="not JSON"):
+        request_for(structured_outputs=StructuredOutputsParams(json="{"))
+
+
+def test_prompts() -> None:
+    assert generate_request("x", None, {}, final_only=False).text == "x"
+    assert generate_request({"prompt": "x"}, None, {}, final_only=False).text == "x"
+    assert generate_request([1, 2], None, {}, final_only=False).token_ids.ids == [1, 2]
+    assert generate_request({"prompt_token_ids": [3]}, None, {}, final_only=False).token_ids.ids == [3]
+    empty = generate_request([], None, {}, final_only=False)
+    assert empty.WhichOneof("prompt") == "token_ids"
+
+
+@pytest.mark.parametrize(
+    "prompt", [{"promt": "x"}, {}, {"prompt": "x", "other": 1}, 5, None, ["a"], [-1], {"prompt": 3}]
+)
+def test_what_is_no_prompt_is_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        generate_request(prompt, None, {}, final_only=False)
+
+
+def test_chat_messages() -> None:
+    chat = chat_prompt(
+        [
+            {"role": "system", "content": "s", "name": "n"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+            },
+            {"role": "tool", "content": "r", "tool_call_id": "1"},
+        ],
+        {
+            "continue_final_message": True,
+            "add_generation_prompt": False,
+            "chat_template": "{{ x }}",
+            "chat_template_kwargs": {"x": [1, "y"]},
+            "tools": [
+                {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+            ],
+            "tool_choice": "f",
+        },
+    )
+    assert chat.messages[0] == inference_pb2.ChatMessage(role="system", content="s", name="n")
+    assert [part.text for part in chat.messages[1].content_parts] == ["a", "b"]
+    assert chat.messages[2].tool_calls[0] == inference_pb2.ToolCall(id="1", name="f", arguments_json="{}")
+    assert chat.messages[3].tool_call_id == "1"
+    assert chat.continue_final_message
+    assert chat.HasField("add_generation_prompt")
+    assert chat.chat_template == "{{ x }}"
+    assert json_format.MessageToDict(chat.template_variables) == {"x": [1.0, "y"]}
+    assert chat.tools[0].parameters["type"] == "object"
+    assert chat.tool_choice == inference_pb2.ToolChoice(mode=inference_pb2.TOOL_CHOICE_MODE_NAMED, name="f")
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ("hello", "messages is 'hello'"),
+        ({"role": "user", "content": "x"}, "list of messages"),
+        (["hello"], r"messages\[0\] is 'hello'"),
+        ([{"role": "user", "content": "x", "colour": 1}], "unknown key 'colour'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\].content\[0\]"),
+        ([{"role": 3, "content": "x"}], r"messages\[0\].role is 3"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], r"tool_calls\[0\] is 'f'"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(messages: Any, text: str) -> None:
+    with pytest.raises(InvalidRequestError, match=text):
+        chat_request(messages, None, {}, final_only=False)
+
+
+def test_tokenizing() -> None:
+    assert tokenize_request("x", model="m", add_special_tokens=False) == inference_pb2.TokenizeRequest(
+        model="m", text="x", add_special_tokens=False
+    )
+    assert tokenize_request([{"role": "user", "content": "x"}], model="", add_special_tokens=None).HasField("chat")
+    assert detokenize_request([1, 2], model="", skip_special_tokens=True).token_ids == [1, 2]
+    with pytest.raises(InvalidRequestError, match="token_ids"):
+        detokenize_request([-1], model="", skip_special_tokens=True)

@@ -1,0 +1,311 @@
+"""The contract over a fake engine: what is accepted, what is refused and how, and what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+
+from octavo.errors import (
+    ContextLengthError,
+    DeadlineError,
+    GenerationError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    OverloadedError,
+    UnsupportedError,
+)
+from octavo.v1 import inference_pb2 as pb
+from octavo_router.chat_template import ChatTemplate
+from octavo_router.request import FinishReason
+from tests.router.fake_engine import EOS, FakeEngine, LineTemplate, make_inference
+
+
+def request_of(**fields: Any) -> pb.GenerateRequest:
+    """A GenerateRequest from its JSON form; a text prompt unless another is given."""
+    if not {"text", "token_ids", "chat"} & fields.keys():
+        fields["text"] = "Hi"
+    return json_format.ParseDict(fields, pb.GenerateRequest())
+
+
+async def responses_of(engine: FakeEngine, request: pb.GenerateRequest, **keywords: Any) -> list[pb.GenerateResponse]:
+    inference = make_inference(engine, LineTemplate())
+    async with contextlib.aclosing(inference.generate(request, **keywords)) as responses:
+        return [response async for response in responses]
+
+
+async def test_first_response_tells_about_the_prompt_and_the_last_about_usage() -> None:
+    engine = FakeEngine("Paris.")
+    engine.cached_tokens = 1
+    responses = await responses_of(engine, request_of(request_id="r1", sampling={"seed": 7}))
+    first, *middle, last = responses
+    assert (first.request_id, first.model) == ("r1", "tiny")
+    assert first.prompt == pb.PromptInfo(seed=7, model_digest="sha256:0123456789abcdef", token_count=2)
+    assert not first.deltas
+    assert "".join(delta.text for response in middle for delta in response.deltas) == "Paris."
+    ending = middle[-1].deltas[0]
+    assert ending.finish_reason == pb.FINISH_REASON_STOP
+    assert ending.matched_token_id == EOS
+    assert ending.cumulative_logprob == -1.5
+    assert last.usage == pb.Usage(prompt_token_count=2, completion_token_count=6, cached_token_count=1)
+    assert not engine.cancelled
+
+
+async def test_final_only_is_one_response_with_everything() -> None:
+    request = request_of(
+        sampling={"n": 2},
+        output={"finalOnly": True, "logprobs": 0, "returnPromptTokenIds": True},
+        stop={"maxTokens": 3},
+    )
+    engine = FakeEngine("Paris.")
+    engine.finish_reason, engine.matched = FinishReason.LENGTH, None
+    (response,) = await responses_of(engine, request)
+    assert list(response.prompt.token_ids) == [72, 105]
+    assert [delta.sample_index for delta in response.deltas] == [0, 1]
+    for delta in response.deltas:
+        assert delta.text == "Par"
+        assert list(delta.token_ids) == [80, 97, 114]
+        assert [entry.token_id for entry in delta.logprobs] == [80, 97, 114]
+        assert delta.finish_reason == pb.FINISH_REASON_LENGTH
+        assert delta.WhichOneof("matched") is None
+    assert response.usage.completion_token_count == 6
+
+
+async def test_unset_sampling_is_the_models_own_and_a_seed_is_drawn() -> None:
+    engine = FakeEngine()
+    responses = [await responses_of(engine, request_of()) for _ in range(2)]
+    sampling = engine.requests[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.n) == (0.5, 40, 1.0, 0.0, 1)
+    seeds = [parts[0].prompt.seed for parts in responses]
+    assert seeds == [request.sampling.seed for request in engine.requests]
+    assert seeds[0] != seeds[1]
+    # 512 fit into the context, 2 are taken by the prompt.
+    assert engine.requests[0].stopping.max_tokens == 510
+
+
+async def test_zero_temperature_and_neutral_values_are_values() -> None:
+    engine = FakeEngine()
+    request = request_of(
+        sampling={
+            "temperature": 0, "topK": -1, "topP": 1, "minP": 0, "seed": "18446744073709551615", "n": 1, "bestOf": 1,
+            "presencePenalty": 0, "frequencyPenalty": 0, "repetitionPenalty": 1,
+        },
+        chat={"messages": [{"role": "user", "content": "Hi"}], "toolChoice": {"mode": "TOOL_CHOICE_MODE_NONE"}},
+        cacheSalt="salt", tenant="someone", model="tiny-alias",
+    )  # fmt: skip
+    await responses_of(engine, request)
+    sampling = engine.requests[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.seed) == (0, 0, 2**64 - 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "message"),
+    [
+        ({"sampling": {"temperature": -1}}, "sampling.temperature", "temperature is -1; it must be from 0 to 2"),
+        ({"sampling": {"temperature": 2.5}}, "sampling.temperature", "temperature is 2.5; it must be from 0 to 2"),
+        ({"sampling": {"temperature": "NaN"}}, "sampling.temperature", "temperature is nan; it must be from 0 to 2"),
+        ({"sampling": {"temperature": "Infinity"}}, "sampling.temperature", "inf"),
+        ({"sampling": {"topP": 0}}, "sampling.top_p", "top_p is 0; it must be above 0 and at most 1"),
+        ({"sampling": {"topP": 1.5}}, "sampling.top_p", "1.5"),
+        ({"sampling": {"topP": "NaN"}}, "sampling.top_p", "nan"),
+        ({"sampling": {"topK": -2}}, "sampling.top_k", "top_k is -2; it must be at least 1, or 0 or -1 for all tokens"),
+        ({"sampling": {"minP": 1.1}}, "sampling.min_p", "min_p is 1.1; it must be from 0 to 1"),
+        ({"sampling": {"n": 0}}, "sampling.n", "n is 0; it must be from 1 to 128"),
+        ({"sampling": {"n": 129}}, "sampling.n", "n is 129"),
+        ({"sampling": {"n": 3, "bestOf": 2}}, "sampling.best_of", "best_of is 2; it must be at least n, which is 3"),
+        ({"stop": {"maxTokens": 0}}, "stop.max_tokens", "max_tokens is 0; it must be at least 1"),
+        ({"stop": {"maxTokens": 4, "minTokens": 5}}, "stop.min_tokens", "min_tokens is 5; it must be at most"),
+        ({"stop": {"stop": ["x", ""]}}, "stop.stop", "empty string"),
+        ({"stop": {"stop": ["x"] * 17}}, "stop.stop", "stop has 17 strings; at most 16"),
+        ({"stop": {"stop": ["x" * 1025]}}, "stop.stop", "1025 characters"),
+        ({"stop": {"stopTokenIds": [5, 300]}}, "stop.stop_token_ids", "stop_token_ids holds 300"),
+        ({"output": {"logprobs": 21}}, "output.logprobs", "logprobs is 21; it must be from 0 to 20"),
+        ({"tokenIds": {"ids": [1, 999999]}}, "token_ids", "999999; token ids of this model are from 0 to 299"),
+        ({"tokenIds": {"ids": []}}, "token_ids", "the prompt is empty"),
+        ({"text": ""}, "text", "the prompt is empty"),
+        ({"chat": {"messages": []}}, "chat.messages", "messages is empty"),
+        ({"chat": {"messages": [{"content": "x"}]}}, "chat.messages[0].role", "messages[0] has no role"),
+        ({"requestId": "a\nb"}, "request_id", "printable"),
+        ({"requestId": "x" * 257}, "request_id", "at most 256"),
+    ],
+)  # fmt: skip
+async def test_wrong_values_are_refused_by_name(fields: dict[str, Any], field: str, message: str) -> None:
+    engine = FakeEngine()
+    with pytest.raises(InvalidRequestError) as caught:
+        await responses_of(engine, request_of(**json_format_names(fields)))
+    assert caught.value.field == field
+    assert message in caught.value.message
+    assert not engine.requests
+
+
+def json_format_names(fields: dict[str, Any]) -> dict[str, Any]:
+    """`tokenIds` and `requestId` are written as JSON has them; request_of looks for proto names of prompts."""
+    return {
+        {"tokenIds": "token_ids", "requestId": "request_id"}.get(name, name): value for name, value in fields.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"sampling": {"presencePenalty": 0.5}}, "sampling.presence_penalty"),
+        ({"sampling": {"frequencyPenalty": -1}}, "sampling.frequency_penalty"),
+        ({"sampling": {"repetitionPenalty": 1.1}}, "sampling.repetition_penalty"),
+        ({"sampling": {"logitBias": {"5": 1}}}, "sampling.logit_bias"),
+        ({"sampling": {"allowedTokenIds": [5]}}, "sampling.allowed_token_ids"),
+        ({"sampling": {"badWords": ["x"]}}, "sampling.bad_words"),
+        ({"sampling": {"beamSearch": {"beamWidth": 2}}}, "sampling.beam_search"),
+        ({"sampling": {"grammar": {"regex": "a"}}}, "sampling.grammar"),
+        ({"sampling": {"n": 1, "bestOf": 2}}, "sampling.best_of"),
+        ({"output": {"promptLogprobs": 0}}, "output.prompt_logprobs"),
+        ({"output": {"echo": True, "logprobs": 0}}, "output.echo"),
+        ({"resume": {}}, "resume"),
+        ({"adapter": "a"}, "adapter"),
+        ({"chat": {"messages": [{"role": "user"}], "tools": [{"name": "f"}]}}, "chat.tools"),
+        ({"chat": {"messages": [{"role": "user"}], "chatTemplate": "x"}}, "chat.chat_template"),
+    ],
+)
+async def test_what_is_not_offered_is_refused_by_name(fields: dict[str, Any], field: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        await responses_of(FakeEngine(), request_of(**fields))
+    assert caught.value.field == field
+    assert "not offered" in caught.value.message
+
+
+async def test_a_request_over_the_context_is_refused_with_all_numbers() -> None:
+    with pytest.raises(ContextLengthError) as caught:
+        await responses_of(FakeEngine(), request_of(text="x" * 500, stop={"maxTokens": 100}))
+    assert caught.value.message == (
+        "the prompt has 500 tokens and max_tokens is 100, together 600; at most 512 are possible: shorten the prompt "
+        "or ask for at most 12 tokens"
+    )
+    with pytest.raises(ContextLengthError, match="the prompt has 512 tokens; at most 512 are possible"):
+        await responses_of(FakeEngine(), request_of(token_ids={"ids": [1] * 512}))
+
+
+async def test_a_prompt_that_must_be_too_long_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.router.fake_engine.ByteTokenizer.encode", None)
+    for prompt in ({"text": "x" * 600}, {"chat": {"messages": [{"role": "user", "content": "x" * 600}]}}):
+        with pytest.raises(ContextLengthError, match=r"at least 6\d\d tokens; at most 512"):
+            await responses_of(FakeEngine(), request_of(**prompt))
+
+
+async def test_chat_is_rendered_with_parts_joined_and_variables_as_they_were() -> None:
+    engine, template = FakeEngine(), LineTemplate()
+    messages = [
+        {"role": "system", "contentParts": [{"text": "Be"}, {"text": " brief."}]},
+        {"role": "assistant", "toolCalls": [{"id": "c1", "name": "add", "argumentsJson": '{"a": 1}'}]},
+        {"role": "tool", "content": "18", "toolCallId": "c1"},
+    ]
+    request = request_of(chat={"messages": messages, "templateVariables": {"depth": 5, "share": 0.5, "on": True}})
+    async with contextlib.aclosing(make_inference(engine, template).generate(request)) as responses:
+        assert [response async for response in responses]
+    assert bytes(engine.requests[0].prompt_token_ids).decode() == (
+        "system: Be brief.\nassistant: \ntool: 18\nassistant:"
+    )
+    (call,) = template.calls
+    assert call["variables"] == {"depth": 5, "share": 0.5, "on": True}
+    assert isinstance(call["variables"]["depth"], int)
+    assert call["messages"][1]["tool_calls"] == [
+        {"type": "function", "id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    ]
+    assert call["messages"][2]["tool_call_id"] == "c1"
+
+
+async def test_the_final_message_can_be_continued_but_not_closed_too() -> None:
+    engine = FakeEngine()
+    messages = [{"role": "assistant", "content": "The capital is"}]
+    await responses_of(engine, request_of(chat={"messages": messages, "continueFinalMessage": True}))
+    assert bytes(engine.requests[0].prompt_token_ids) == b"assistant: The capital is"
+    both = {"messages": messages, "continueFinalMessage": True, "addGenerationPrompt": True}
+    with pytest.raises(InvalidRequestError, match="exclude each other"):
+        await responses_of(engine, request_of(chat=both))
+
+
+async def test_chat_without_a_template_says_how_to_give_one() -> None:
+    inference = make_inference(FakeEngine(), ChatTemplate("", {}))
+    with pytest.raises(InvalidRequestError, match="--chat-template"):
+        await anext(inference.generate(request_of(chat={"messages": [{"role": "user", "content": "x"}]})))
+
+
+async def test_echo_repeats_the_prompt_in_each_sample() -> None:
+    request = request_of(token_ids={"ids": list(b"To ")}, sampling={"n": 2}, output={"echo": True})
+    responses = await responses_of(FakeEngine("be"), request)
+    texts = ["", ""]
+    for response in responses:
+        for delta in response.deltas:
+            texts[delta.sample_index] += delta.text
+    assert texts == ["To be", "To be"]
+    request.output.final_only = True
+    (response,) = await responses_of(FakeEngine("be"), request)
+    assert [delta.text for delta in response.deltas] == ["To be", "To be"]
+
+
+async def test_an_unknown_model_is_named_with_those_served() -> None:
+    with pytest.raises(ModelNotFoundError, match="'other' is not served here; served: tiny, tiny-alias"):
+        await responses_of(FakeEngine(), request_of(model="other"))
+
+
+async def test_errors_of_the_engine_pass() -> None:
+    engine = FakeEngine()
+    engine.refusal = OverloadedError("full", retry_after_s=3)
+    with pytest.raises(OverloadedError):
+        await responses_of(engine, request_of())
+    engine.refusal, engine.failure, engine.fail_at = None, GenerationError("broken"), 2
+    with pytest.raises(GenerationError):
+        await responses_of(engine, request_of())
+
+
+async def test_a_reader_that_leaves_or_is_cancelled_cancels_the_request() -> None:
+    engine = FakeEngine()
+    engine.hold_after = 1
+    async with contextlib.aclosing(make_inference(engine).generate(request_of(request_id="a"))) as responses:
+        await anext(responses)
+        await anext(responses)
+    assert engine.cancelled == ["a"]
+    reader = asyncio.create_task(responses_of(engine, request_of(request_id="b", output={"finalOnly": True})))
+    engine.on_submit.clear()
+    await engine.on_submit.wait()
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert engine.cancelled == ["a", "b"]
+    assert not engine.running
+
+
+async def test_the_deadline_goes_to_the_engine_and_one_that_passed_is_refused() -> None:
+    engine = FakeEngine()
+    deadline = time.monotonic() + 100
+    await responses_of(engine, request_of(), deadline=deadline)
+    assert engine.requests[0].deadline == deadline
+    with pytest.raises(DeadlineError):
+        await responses_of(engine, request_of(), deadline=time.monotonic() - 1)
+
+
+async def test_tokenize_detokenize_and_models() -> None:
+    inference = make_inference(FakeEngine(), LineTemplate())
+    tokenized = await inference.tokenize(pb.TokenizeRequest(text="é"))
+    assert (list(tokenized.token_ids), tokenized.max_model_len) == ([195, 169], 512)
+    chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="x")])
+    assert bytes((await inference.tokenize(pb.TokenizeRequest(chat=chat))).token_ids) == b"user: x\nassistant:"
+    assert (await inference.detokenize(pb.DetokenizeRequest(token_ids=[195, 169, 256]))).text == "é<eos>"
+    assert (await inference.detokenize(pb.DetokenizeRequest(token_ids=[195]))).text == "\ufffd"
+    with pytest.raises(InvalidRequestError, match="300"):
+        await inference.detokenize(pb.DetokenizeRequest(token_ids=[300]))
+    with pytest.raises(InvalidRequestError, match="set text or chat"):
+        await inference.tokenize(pb.TokenizeRequest())
+    models = inference.list_models().models
+    assert [model.name for model in models] == ["tiny", "tiny-alias"]
+    assert (models[0].vocab_size, models[0].has_chat_template, models[0].created_unix_s) == (300, True, 1_700_000_000)
+
+
+async def test_variables_that_are_no_json_are_refused() -> None:
+    chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user")])
+    chat.template_variables["x"] = math.inf
+    with pytest.raises(InvalidRequestError, match="not finite"):
+        await responses_of(FakeEngine(), pb.GenerateRequest(chat=chat))

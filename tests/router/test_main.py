@@ -1,0 +1,239 @@
+"""The router as a program: started, watched and stopped from outside, with a fake worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from octavo.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
+from octavo.v1 import inference_pb2 as pb
+from octavo_router.http_server import bind
+from octavo_router.main import main
+from tests.router.fake_worker_server import FakeWorkerServer
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Running:
+    """A router in a process of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process, ready_file: Path) -> None:
+        self.process = process
+        self.ready_file = ready_file
+        self.ready_line = ""
+        self.addresses: dict[str, Any] = {}
+
+    async def until_ready(self) -> None:
+        assert self.process.stdout is not None
+        self.ready_line = (await self.process.stdout.readline()).decode()
+        assert self.ready_line, await self.log()
+        self.addresses = json.loads(self.ready_file.read_text())
+
+    async def log(self) -> str:
+        """What it wrote to stderr until its end."""
+        assert self.process.stderr is not None
+        return (await self.process.stderr.read()).decode()
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[FakeWorkerServer]:
+    worker = FakeWorkerServer()
+    await worker.start()
+    yield worker
+    await worker.stop()
+
+
+@contextlib.asynccontextmanager
+async def router(tmp_path: Path, *flags: str, options: tuple[str, ...] = ()) -> AsyncIterator[Running]:
+    ready_file = tmp_path / "ready.json"
+    arguments = (*options, "-m", "octavo_router", "--port=0", "--grpc-port=0", f"--ready-file={ready_file}", *flags)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 24
+    )
+    try:
+        yield Running(process, ready_file)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_it_serves_without_torch_and_stops(worker: FakeWorkerServer, tmp_path: Path) -> None:
+    socket_path = tmp_path / "router.sock"
+    flags = (f"--worker={worker.address}", f"--grpc-socket={socket_path}", "--served-model-name=abc")
+    async with router(tmp_path, *flags, options=("-X", "importtime")) as running:
+        # Reading the log from the start keeps its pipe from filling up.
+        log = asyncio.create_task(running.log())
+        await running.until_ready()
+        http, address = running.addresses["http"], running.addresses["grpc"]
+        assert f"HTTP {http}/v1" in running.ready_line
+        assert f"gRPC {address}, unix:{socket_path}" in running.ready_line
+        assert running.addresses["pid"] == running.process.pid
+
+        async with httpx.AsyncClient(base_url=http, trust_env=False) as client:
+            answer = (await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 4})).json()
+            assert answer["choices"][0]["text"] == "abcd"
+            chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+            answer = (await client.post("/v1/chat/completions", json=chat)).json()
+            assert answer["choices"][0]["message"]["content"] == "abc"
+            assert answer["usage"]["prompt_tokens"] == len("user: Hi\nassistant: ")
+            assert (await client.get("/v1/models")).json()["data"][0]["id"] == "abc"
+            assert (await client.get("/health")).status_code == 200
+            assert "octavo_requests_finished_total" in (await client.get("/metrics")).text
+        async with grpc.aio.insecure_channel(f"unix:{socket_path}") as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            request = pb.GenerateRequest(text="x", stop={"stop": ["ef"]})
+            responses = [response async for response in stub.Generate(request)]
+            assert "".join(delta.text for response in responses for delta in response.deltas) == "abcd"
+
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.process.wait() == 0
+        assert not running.ready_file.exists()
+        imported = set(re.findall(r"\| +(\w+)", await log))
+        assert {"grpc", "tokenizers", "uvicorn"} <= imported
+        assert not {"torch", "transformers", "octavo_worker", "octavo_kernels"} & imported
+
+
+async def test_sigterm_lets_running_requests_finish(worker: FakeWorkerServer, tmp_path: Path) -> None:
+    async with router(tmp_path, f"--worker={worker.address}", "--log-level=warning") as running:
+        await running.until_ready()
+        async with (
+            httpx.AsyncClient(base_url=running.addresses["http"], trust_env=False) as client,
+            grpc.aio.insecure_channel(running.addresses["grpc"]) as channel,
+        ):
+            stub, health = inference_pb2_grpc.InferenceServiceStub(channel), await watch(channel)
+            worker.running.clear()
+            calls = [aiter(stub.Generate(pb.GenerateRequest(text="x", stop={"max_tokens": 5}))) for _ in range(3)]
+            for call in calls:
+                await anext(call)
+            posted = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "max_tokens": 5}))
+            await until_unfinished(channel, 4)
+
+            running.process.send_signal(signal.SIGTERM)
+            assert (await health.read()).status == NOT_SERVING
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(pb.GenerateRequest(text="x")).read()
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            refused = await client.post("/v1/completions", json={"prompt": "x"})
+            assert refused.status_code == 503
+            assert (await client.get("/health")).status_code == 503
+
+            worker.running.set()
+            for call in calls:
+                assert "".join([delta.text async for response in call for delta in response.deltas]) == "abcde"
+            assert (await posted).json()["choices"][0]["text"] == "abcde"
+            assert await running.process.wait() == 0
+            assert "Traceback" not in await running.log()
+
+
+@pytest.mark.parametrize("second_signal", [True, False])
+async def test_what_does_not_finish_is_told_so(worker: FakeWorkerServer, tmp_path: Path, second_signal: bool) -> None:
+    grace = "100" if second_signal else "0.2"
+    async with router(tmp_path, f"--worker={worker.address}", f"--grace-period-s={grace}") as running:
+        await running.until_ready()
+        async with (
+            httpx.AsyncClient(base_url=running.addresses["http"], trust_env=False, timeout=30) as client,
+            grpc.aio.insecure_channel(running.addresses["grpc"]) as channel,
+        ):
+            health = await watch(channel)
+            worker.running.clear()
+            call = aiter(inference_pb2_grpc.InferenceServiceStub(channel).Generate(pb.GenerateRequest(text="x")))
+            await anext(call)
+            posted = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x", "stream": True}))
+            await until_unfinished(channel, 2)
+            running.process.send_signal(signal.SIGINT)
+            assert (await health.read()).status == NOT_SERVING
+            if second_signal:
+                running.process.send_signal(signal.SIGTERM)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await anext(call)
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert (await posted).status_code == 503
+            assert await running.process.wait() == 0
+            assert "Traceback" not in await running.log()
+
+
+async def until_unfinished(channel: grpc.aio.Channel, num_requests: int) -> None:
+    """Returns when the router has so many requests that have not ended."""
+    stub = admin_pb2_grpc.AdminServiceStub(channel)
+    for _ in range(1000):
+        state = await stub.GetState(admin_pb2.GetStateRequest())
+        if state.queue.request_count == num_requests:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"the router never had {num_requests} requests")
+
+
+async def watch(channel: grpc.aio.Channel) -> Any:
+    """A Watch of the server's health that has said SERVING."""
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    call = stub.Watch(health_pb2.HealthCheckRequest())
+    assert (await call.read()).status == SERVING
+    return call
+
+
+async def test_a_signal_ends_the_wait_for_a_worker(tmp_path: Path) -> None:
+    async with router(tmp_path, f"--worker=unix:{tmp_path / 'nobody.sock'}") as running:
+        assert running.process.stderr is not None
+        line = (await running.process.stderr.readline()).decode()
+        assert "waiting for the worker at unix:" in line
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.process.wait() == 0
+
+
+async def test_without_http_no_http_stack_is_loaded(worker: FakeWorkerServer, tmp_path: Path) -> None:
+    flags = (f"--worker={worker.address}", "--port=-1")
+    async with router(tmp_path, *flags, options=("-X", "importtime")) as running:
+        log = asyncio.create_task(running.log())
+        await running.until_ready()
+        assert running.addresses["http"] == ""
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.process.wait() == 0
+        assert not {"fastapi", "uvicorn", "pydantic"} & set(re.findall(r"\| +(\w+)", await log))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--worker=a:1", "--worker=b:2"], "worker names 2 workers"),
+        (["--port=-1", "--grpc-port=-1"], "leave one address to serve on"),
+        (["--max-num-seqs=0"], "max_num_seqs is 0; it must be from 1"),
+        (["--chat-template=/nowhere/t.jinja"], "chat_template is '/nowhere/t.jinja', which cannot be read"),
+        (["--grpc-port=0", "--grpc-socket=/nowhere/router.sock"], "the folder must exist and be writable"),
+    ],
+)
+def test_settings_at_fault_are_one_line_and_exit_code_2(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = [*flags] if "--port=-1" in flags else ["--port=0", *flags]
+    assert main(flags) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("octavo-router: ")
+    assert message in line
+
+
+def test_a_port_in_use_is_named_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main([f"--port={port}"]) == 2
+        assert main(["--port=0", f"--grpc-port={port}"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert f"127.0.0.1:{port}" in first
+    assert "--port" in first
+    assert f"127.0.0.1:{port}" in second
+    assert "--grpc-port" in second

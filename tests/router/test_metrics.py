@@ -1,0 +1,55 @@
+"""The exposition: names, labels, and gauges that are read when they are scraped."""
+
+from __future__ import annotations
+
+from octavo_router.metrics import Gauges, Metrics
+
+
+def test_every_counter_is_there_before_anything_happened() -> None:
+    text = Metrics().render().decode()
+    for reason in ("stop", "length", "abort", "deadline", "error"):
+        assert f'octavo_requests_finished_total{{reason="{reason}"}} 0.0' in text
+    for reason in ("overloaded", "unavailable", "too_long"):
+        assert f'octavo_requests_refused_total{{reason="{reason}"}} 0.0' in text
+    for name in ("prompt_tokens", "generation_tokens", "sessions_lost", "preemptions", "worker_idle_seconds"):
+        assert f"\noctavo_{name}_total 0.0" in text
+    assert "octavo_kv_usage_ratio 0.0" in text
+
+
+def test_gauges_are_read_at_scrape_time() -> None:
+    metrics = Metrics()
+    gauges = Gauges(num_waiting=3, num_running=2, num_used_blocks=5, num_blocks=20, num_preemptions=7)
+    metrics.watch(lambda: gauges)
+    text = metrics.render().decode()
+    assert "octavo_sequences_waiting 3.0" in text
+    assert 'octavo_kv_blocks_used{tier="device"} 5.0' in text
+    assert 'octavo_kv_blocks_total{tier="device"} 20.0' in text
+    assert "octavo_kv_usage_ratio 0.25" in text
+    assert "octavo_preemptions_total 7.0" in text
+    gauges = Gauges()
+    assert "octavo_sequences_waiting 0.0" in metrics.render().decode()
+
+
+def test_histograms() -> None:
+    metrics = Metrics()
+    metrics.first_token(0.3)
+    metrics.sample_finished(1.0, 11)
+    metrics.sample_finished(0.0, 1)
+    metrics.request_finished("length", 2.0)
+    metrics.request_finished("abort", 2.0)
+    metrics.step(num_tokens=9, duration_s=0.25, idle_s=0.5)
+    value = metrics.registry.get_sample_value
+    assert value("octavo_time_to_first_token_seconds_bucket", {"le": "0.5"}) == 1
+    assert value("octavo_time_to_first_token_seconds_bucket", {"le": "0.2"}) == 0
+    assert value("octavo_time_per_output_token_seconds_sum") == 0.1
+    assert value("octavo_time_per_output_token_seconds_count") == 1
+    assert value("octavo_request_latency_seconds_count") == 1
+    assert value("octavo_requests_finished_total", {"reason": "abort"}) == 1
+    assert value("octavo_step_duration_seconds_sum") == 0.25
+    assert value("octavo_worker_idle_seconds_total") == 0.5
+
+
+def test_two_routers_in_one_process_do_not_share() -> None:
+    first, second = Metrics(), Metrics()
+    first.tokens(5)
+    assert second.registry.get_sample_value("octavo_generation_tokens_total") == 0

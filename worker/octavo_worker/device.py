@@ -1,0 +1,36 @@
+"""Resolves the settings that depend on the machine: device, dtype, and how much memory is free there."""
+
+from __future__ import annotations
+
+import torch
+
+from octavo.config import WorkerConfig
+from octavo.errors import ConfigError
+from octavo_worker.loaders.config import DTYPE_BYTES
+from octavo_worker.memory import free_host_memory
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of `--device`; "auto" takes CUDA where there is one. Raises ConfigError when it is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch finds no CUDA device; use --device cpu")
+    return torch.device(name)
+
+
+def resolve_dtype(config: WorkerConfig, checkpoint_dtype: str) -> tuple[str, torch.dtype]:
+    """Name and dtype of `--dtype`; "auto" takes the checkpoint's own. Raises ConfigError for an unknown one."""
+    name = checkpoint_dtype if config.dtype == "auto" else config.dtype
+    if name not in _DTYPES:
+        raise ConfigError(f"the checkpoint's dtype is {name!r}; give --dtype, one of {', '.join(DTYPE_BYTES)}")
+    return name, _DTYPES[name]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that may still be taken on a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return free_host_memory()

@@ -1,0 +1,313 @@
+"""Executes plans, one at a time, in the fixed order: release, swap out, swap in, copy, fork, forward, sample.
+
+It owns the sequences, the pool and the model, and must be called from one thread. A fault of one sequence becomes a
+SequenceError in the result and leaves the others alone; a plan that makes no sense as a whole raises `PlanError`; any
+other exception means that the device failed. Sessions, epochs and threads are for `session` and `executor_thread`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from octavo.worker.v1 import worker_pb2 as pb
+from octavo_kernels.backend import Backend
+from octavo_worker.batch import build_batch
+from octavo_worker.kv_pool import KVPool
+from octavo_worker.models.decoder import Decoder
+from octavo_worker.params import params_problem, tokens_problem
+from octavo_worker.sampler import finite_rows, log_probabilities, sample
+from octavo_worker.sequences import IntArray, SequenceTable, TokenArray
+
+_INVALID = pb.SEQUENCE_ERROR_CODE_INVALID
+_NUMERIC = pb.SEQUENCE_ERROR_CODE_NUMERIC
+
+
+class PlanError(Exception):
+    """A plan contradicts itself or the worker's size; it is the router's bug, and ends the session."""
+
+
+@dataclass(frozen=True)
+class _Scheduled:
+    """The sequences of a step that passed all checks; columns of one length."""
+
+    sequence_ids: list[int]
+    rows: IntArray
+    starts: IntArray
+    counts: IntArray
+    samples: NDArray[np.bool_]
+
+
+class Executor:
+    """The state of one worker. on_progress is called whenever a step gets on."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        backend: Backend,
+        *,
+        max_batched_tokens: int,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.decoder, self.pool, self.backend = decoder, pool, backend
+        self._max_batched_tokens = max_batched_tokens
+        self._on_progress = on_progress
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all sequences."""
+        self.table = SequenceTable()
+        self._pieces: dict[int, list[TokenArray]] = {}
+        self._failed: set[int] = set()
+        self._errors: dict[int, pb.SequenceError] = {}
+
+    def add_tokens(self, sequence_id: int, token_ids: Sequence[int]) -> None:
+        """Keeps a piece of the tokens of a sequence that a plan is going to bring."""
+        self._pieces.setdefault(sequence_id, []).append(_tokens(token_ids))
+
+    @torch.inference_mode()
+    def execute(self, plan: pb.StepPlan) -> pb.StepResult:
+        """Does what a plan orders and answers it. Raises PlanError, after which the sequences are to be reset."""
+        started = time.monotonic()
+        self._errors = {}
+        result = pb.StepResult()
+        self._check_scheduled(plan.scheduled)
+        for sequence_id in plan.release_sequence_ids:
+            self.table.remove(sequence_id)
+            self._failed.discard(sequence_id)
+            self._pieces.pop(sequence_id, None)
+        for sequence in plan.new_sequences:
+            self._put(sequence)
+        result.moved_byte_count = self._move(plan)
+        self._fork(plan.forks)
+        self._on_progress()
+        scheduled = self._select(plan.scheduled)
+        if scheduled.sequence_ids:
+            self._compute(scheduled, result)
+        result.errors.extend(self._errors.values())
+        result.duration_us = min(int((time.monotonic() - started) * 1e6), 0xFFFFFFFF)
+        return result
+
+    def _check_scheduled(self, scheduled: pb.ScheduledSequences) -> None:
+        count = len(scheduled.sequence_ids)
+        for name in ("start_positions", "token_counts", "samples", "new_block_counts"):
+            if len(getattr(scheduled, name)) != count:
+                raise PlanError(f"scheduled.{name} has {len(getattr(scheduled, name))} entries for {count} sequences")
+        if len(set(scheduled.sequence_ids)) != count:
+            raise PlanError("scheduled.sequence_ids names a sequence twice")
+        if sum(scheduled.new_block_counts) != len(scheduled.new_block_ids):
+            raise PlanError("scheduled.new_block_ids does not have as many entries as scheduled.new_block_counts says")
+        total = sum(scheduled.token_counts)
+        if self._max_batched_tokens and total > self._max_batched_tokens:
+            raise PlanError(f"the plan computes {total} tokens; at most {self._max_batched_tokens} were offered")
+
+    def _put(self, sequence: pb.NewSequence) -> None:
+        """Takes over a sequence's whole state."""
+        sequence_id = sequence.sequence_id
+        pieces = self._pieces.pop(sequence_id, [])
+        tokens = np.concatenate([*pieces, _tokens(sequence.token_ids)])
+        self._failed.discard(sequence_id)
+        config = self.decoder.config
+        problem = (
+            tokens_problem(tokens, sequence.prompt_token_count, config.vocab_size, config.max_model_len)
+            or params_problem(sequence.params, self.decoder.num_sampled)
+            or self._blocks_problem(np.array(sequence.block_ids, np.int64))
+        )
+        if problem is not None:
+            self._fail(sequence_id, _INVALID, problem)
+            return
+        blocks = np.array(sequence.block_ids, np.int32)
+        self.table.put(sequence_id, tokens, blocks, sequence.prompt_token_count, sequence.params)
+
+    def _blocks_problem(self, block_ids: IntArray) -> str | None:
+        bad = block_ids[block_ids >= self.pool.size.num_device_blocks]
+        if len(bad):
+            return f"block {int(bad[0])} does not exist; the device has {self.pool.size.num_device_blocks} blocks"
+        return None
+
+    def _move(self, plan: pb.StepPlan) -> int:
+        """Swaps out, swaps in and copies blocks. Returns the bytes that went between tiers."""
+        size = self.pool.size
+        device, host = size.num_device_blocks, size.num_host_blocks
+        moved = 0
+        if plan.HasField("swap_out"):
+            moved += self.pool.swap_out(*_columns(plan.swap_out, "swap_out", device, host))
+        if plan.HasField("swap_in"):
+            moved += self.pool.swap_in(*_columns(plan.swap_in, "swap_in", host, device))
+        if plan.HasField("copies"):
+            sources, targets = _columns(plan.copies, "copies", device, device)
+            if np.isin(sources.numpy(), targets.numpy()).any():
+                raise PlanError("copies has a block that is both source and target")
+            self.pool.copy(sources, targets)
+        return moved
+
+    def _fork(self, forks: pb.Forks) -> None:
+        """Starts sequences as others' copies. All parents are read before any child replaces one of them."""
+        count = len(forks.child_sequence_ids)
+        if {len(forks.parent_sequence_ids), len(forks.token_ids), len(forks.block_counts), len(forks.token_counts)} != {
+            count
+        }:
+            raise PlanError(f"the columns of forks do not have one length: {count} children")
+        if sum(forks.block_counts) != len(forks.block_ids):
+            raise PlanError("forks.block_ids does not have as many entries as forks.block_counts says")
+        if not count:
+            return
+        parents = self.table.find(list(forks.parent_sequence_ids))
+        tables = np.split(np.array(forks.block_ids, np.int64), np.cumsum(forks.block_counts)[:-1])
+        copies: list[tuple[int, int, TokenArray, IntArray]] = []
+        for child, parent, row, kept, token, blocks in zip(
+            forks.child_sequence_ids, forks.parent_sequence_ids, parents, forks.token_counts, forks.token_ids, tables,
+            strict=True,
+        ):  # fmt: skip
+            problem = self._fork_problem(parent, int(row), kept, token) or self._blocks_problem(blocks)
+            if problem is None:
+                tokens = np.append(self.table.tokens.get(int(row))[:kept], np.int32(token))
+                copies.append((int(row), child, tokens, blocks))
+            elif parent not in self._failed or parent in self._errors:
+                self._fail(child, _INVALID, problem)
+            else:
+                self._failed.add(child)
+        params = self.table.params.copy()
+        suppressed = dict(self.table.suppressed)
+        for row, child, tokens, blocks in copies:
+            self._failed.discard(child)
+            self.table.fork(params[row].copy(), suppressed.get(row), child, tokens, blocks.astype(np.int32))
+
+    def _fork_problem(self, parent: int, row: int, kept: int, token: int) -> str | None:
+        if row < 0:
+            return f"the parent sequence {parent} is not known"
+        known = int(self.table.tokens.lengths[row])
+        if kept > known:
+            return f"{kept} tokens of sequence {parent} are to be kept, and it has {known}"
+        if token >= self.decoder.config.vocab_size:
+            return f"token {token} is not in the vocabulary of {self.decoder.config.vocab_size}"
+        return None
+
+    def _select(self, scheduled: pb.ScheduledSequences) -> _Scheduled:
+        """Appends the new blocks and keeps the sequences that can be computed; the others become errors."""
+        ids = list(scheduled.sequence_ids)
+        rows = self.table.find(ids)
+        starts = np.array(scheduled.start_positions, np.int64)
+        counts = np.array(scheduled.token_counts, np.int64)
+        samples = np.array(scheduled.samples, np.bool_)
+        ok = rows >= 0
+        for index in np.flatnonzero(~ok):
+            if ids[index] not in self._failed:
+                self._fail(ids[index], _INVALID, "the sequence is not known")
+
+        def drop(bad: NDArray[np.bool_], problem: Callable[[int], str]) -> None:
+            for index in np.flatnonzero(bad & ok):
+                self._fail(ids[index], _INVALID, problem(int(index)))
+                ok[index] = False
+
+        new_blocks, new_counts = (
+            np.array(scheduled.new_block_ids, np.int64),
+            np.array(scheduled.new_block_counts, np.int64),
+        )
+        owners = np.repeat(np.arange(len(ids)), new_counts)
+        out_of_range = np.zeros(len(ids), np.bool_)
+        out_of_range[owners[new_blocks >= self.pool.size.num_device_blocks]] = True
+        drop(out_of_range, lambda i: self._blocks_problem(new_blocks[owners == i]) or "")
+        self.table.blocks.append(rows[ok], new_counts[ok], new_blocks[ok[owners]].astype(np.int32))
+
+        ends, known = starts + counts, self.table.tokens.lengths[rows]
+        room = self.table.blocks.lengths[rows] * self.pool.layout.block_size
+        max_len = self.decoder.config.max_model_len
+        drop(counts < 1, lambda i: "no token is to be computed")
+        drop(ends > known, lambda i: f"tokens {starts[i]} to {ends[i]} are to be computed, and {known[i]} are known")
+        drop(samples & (ends != known), lambda i: f"a token is to be sampled behind {ends[i]} of {known[i]} tokens")
+        drop(ends > max_len, lambda i: f"{ends[i]} tokens are more than the model's {max_len}")
+        drop(ends > room, lambda i: f"{ends[i]} tokens do not fit into blocks for {room[i]}")
+        kept_ids = [ids[index] for index in np.flatnonzero(ok)]
+        return _Scheduled(kept_ids, rows[ok], starts[ok], counts[ok], samples[ok])
+
+    def _compute(self, scheduled: _Scheduled, result: pb.StepResult) -> None:
+        """The forward pass and sampling; fills the result."""
+        batch = build_batch(
+            self.table,
+            scheduled.rows,
+            scheduled.starts,
+            scheduled.counts,
+            block_size=self.pool.layout.block_size,
+            device=self.backend.device,
+        )
+        chosen = np.flatnonzero(scheduled.samples)
+        last_rows = batch.attention.query_starts[1:].long() - 1
+        logits = self.decoder.forward(
+            batch.token_ids,
+            batch.attention,
+            self.pool.device,
+            self.pool.layout,
+            last_rows[torch.from_numpy(chosen).to(last_rows.device)],
+            prompt_lens=batch.prompt_lens if self.decoder.needs_prompt_lens else None,
+            on_progress=self._on_progress,
+        )
+        if len(chosen):
+            self._sample(scheduled, chosen, logits, result)
+
+    def _sample(self, scheduled: _Scheduled, chosen: IntArray, logits: Tensor, result: pb.StepResult) -> None:
+        """Samples behind the sequences in `chosen`. logits: a row for each of them."""
+        finite = finite_rows(logits)
+        if not finite.all():
+            for index in chosen[~finite]:
+                self._fail(scheduled.sequence_ids[index], _NUMERIC, "the model's logits are not finite")
+            logits = logits[torch.from_numpy(np.flatnonzero(finite)).to(logits.device)]
+            chosen = chosen[finite]
+            if not len(chosen):
+                return
+        rows = scheduled.rows[chosen]
+        params = self.table.params[rows]
+        positions = scheduled.starts[chosen] + scheduled.counts[chosen]
+        early = params["has_suppressed"] & (positions - params["prompt_len"] < params["min_tokens"])
+        suppressed = {int(index): self.table.suppressed[int(rows[index])] for index in np.flatnonzero(early)}
+        token_ids = sample(logits, params, positions, suppressed, self.backend)
+        wanted = np.flatnonzero(params["return_logprobs"])
+        if len(wanted):
+            picked = torch.from_numpy(wanted).to(logits.device)
+            _fill_logprobs(result.logprobs, logits[picked], token_ids[picked], params["num_top_logprobs"][wanted])
+        sampled = token_ids.cpu().numpy()
+        self.table.tokens.append(rows, np.ones(len(rows), np.int64), sampled.astype(np.int32))
+        result.sequence_ids.extend([scheduled.sequence_ids[index] for index in chosen])
+        result.token_ids.extend(sampled.tolist())
+
+    def _fail(self, sequence_id: int, code: pb.SequenceErrorCode, message: str) -> None:
+        """Reports a sequence's failure and forgets it; whatever is planned for it is ignored until it is released."""
+        self._errors[sequence_id] = pb.SequenceError(sequence_id=sequence_id, code=code, message=message)
+        self._failed.add(sequence_id)
+        self.table.remove(sequence_id)
+
+
+def _fill_logprobs(columns: pb.LogprobColumns, logits: Tensor, token_ids: Tensor, num_tops: IntArray) -> None:
+    rows = log_probabilities(logits, token_ids, num_tops)
+    columns.logprobs.extend(rows.logprobs.tolist())
+    columns.top_counts.extend(rows.num_tops.tolist())
+    inside = np.arange(rows.top_ids.shape[1]) < rows.num_tops[:, None]
+    columns.top_token_ids.extend(rows.top_ids.cpu().numpy()[inside].tolist())
+    columns.top_logprobs.extend(rows.top_logprobs.cpu().numpy()[inside].tolist())
+
+
+def _tokens(token_ids: Sequence[int]) -> TokenArray:
+    """Ids as int32; one beyond 2^31 wraps to a negative number and is refused with the others out of range."""
+    return np.array(token_ids, np.uint32).view(np.int32)
+
+
+def _columns(moves: pb.BlockMoves, name: str, num_sources: int, num_targets: int) -> tuple[Tensor, Tensor]:
+    """The columns of a plan's moves, int64. Raises PlanError when they do not fit each other or the tiers."""
+    sources, targets = np.array(moves.source_block_ids, np.int64), np.array(moves.target_block_ids, np.int64)
+    if len(sources) != len(targets):
+        raise PlanError(f"{name} has {len(sources)} sources and {len(targets)} targets")
+    if len(sources) and (sources.max() >= num_sources or targets.max() >= num_targets):
+        raise PlanError(
+            f"{name} names source block {int(sources.max())} of {num_sources} or "
+            f"target block {int(targets.max())} of {num_targets}"
+        )
+    if len(np.unique(targets)) != len(targets):
+        raise PlanError(f"{name} has one target twice")
+    return torch.from_numpy(sources), torch.from_numpy(targets)

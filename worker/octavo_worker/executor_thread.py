@@ -1,0 +1,77 @@
+"""The one thread that touches torch: runs jobs in the order given and shows that it gets on.
+
+The network's event loop only puts jobs in and is called back; it never waits for a step.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+_IDLE_TICK_S = 0.25
+
+
+class ExecutorThread:
+    """A worker thread with a queue.
+
+    tick grows whenever a job gets on or the thread has nothing to do; it stands still only when a job hangs. busy:
+    whether a job is running. waited_s: how long the thread waited for the job that is running.
+    """
+
+    def __init__(self, name: str = "executor") -> None:
+        self.tick = 0
+        self.busy = False
+        self.waited_s = 0.0
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # A daemon: a load or a step that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Runs a job behind those submitted before. Its result or exception is the future's."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                value = job()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+
+        self._jobs.put(run)
+        return future
+
+    def advance(self) -> None:
+        """Tells that the running job got on; called from within it."""
+        self.tick += 1
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ends the thread behind the jobs submitted so far. Returns whether it ended in time."""
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        idle_since = time.monotonic()
+        while True:
+            try:
+                job = self._jobs.get(timeout=_IDLE_TICK_S)
+            except queue.Empty:
+                self.tick += 1
+                continue
+            if job is None:
+                return
+            self.waited_s = time.monotonic() - idle_since
+            self.busy = True
+            job()
+            self.busy = False
+            self.tick += 1
+            idle_since = time.monotonic()

@@ -1,0 +1,215 @@
+"""Converts the vocabulary in a GGUF file's metadata to the content of a tokenizer.json.
+
+Two kinds: "gpt2", byte-level BPE with its merges listed, and "llama", sentencepiece BPE with byte fallback, whose
+merges follow from its scores. Both tokenize as transformers does when it reads the same file. Other kinds, and
+pre-tokenizers that are not in the table, are refused by name: a wrong split gives wrong tokens without any error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from octavo.errors import ModelLoadError
+from octavo_worker.loaders.gguf import GGUFFile
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_SPACE = "▁"
+
+_LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Names of `tokenizer.ggml.pre`. None: the regular expression of GPT-2, which the byte-level pre-tokenizer has built in.
+SPLITS: dict[str, str | None] = {
+    "default": None,
+    "gpt-2": None,
+    "smollm": None,
+    "llama3": _LLAMA3_SPLIT,
+    "llama-v3": _LLAMA3_SPLIT,
+    "llama-bpe": _LLAMA3_SPLIT,
+    "tekken": _TEKKEN_SPLIT,
+    "qwen2": _QWEN2_SPLIT,
+    "deepseek-r1-qwen": _QWEN2_SPLIT,
+}
+
+
+def tokenizer_from_gguf(file: GGUFFile) -> dict[str, Any]:
+    """The content of a tokenizer.json. Raises ModelLoadError for a kind that is not supported or a missing key."""
+    metadata = file.metadata
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise ModelLoadError(f"{file.path}: tokenizer {kind!r} is not supported; supported are gpt2 and llama")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise ModelLoadError(f"{file.path}: metadata tokenizer.ggml.tokens is missing")
+    types = metadata.get("tokenizer.ggml.token_type")
+    kinds: list[int] = [_NORMAL] * len(tokens) if types is None else types.tolist()
+    if len(kinds) != len(tokens):
+        raise ModelLoadError(f"{file.path}: {len(kinds)} token types for {len(tokens)} tokens")
+    content = _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens)
+    content["added_tokens"] = _added_tokens(tokens, kinds, byte_level=kind == "gpt2")
+    bos_id = metadata.get("tokenizer.ggml.bos_token_id")
+    if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and bos_id is not None:
+        content["post_processor"] = _prepend_token(tokens[bos_id], bos_id)
+    return {"version": "1.0", "truncation": None, "padding": None, **content}
+
+
+def _byte_level(file: GGUFFile, tokens: Sequence[str]) -> dict[str, Any]:
+    metadata = file.metadata
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name not in SPLITS:
+        raise ModelLoadError(f"{file.path}: pre-tokenizer {name!r} is not supported; supported are {', '.join(SPLITS)}")
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise ModelLoadError(f"{file.path}: metadata tokenizer.ggml.merges is missing")
+    split = SPLITS[name]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split is None}
+    pre_tokenizer: dict[str, Any] = byte_level
+    if split is not None:
+        regex = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
+        pre_tokenizer = {"type": "Sequence", "pretokenizers": [regex, byte_level]}
+    return {
+        "normalizer": None,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": _bpe(_respelled(tokens), [merge.split(" ", 1) for merge in merges]),
+    }
+
+
+def _sentencepiece(file: GGUFFile, tokens: Sequence[str]) -> dict[str, Any]:
+    metadata = file.metadata
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    listed = metadata.get("tokenizer.ggml.merges")
+    if listed is not None:
+        merges = [merge.split(" ", 1) for merge in listed]
+    else:
+        scores = metadata.get("tokenizer.ggml.scores")
+        if scores is None or len(scores) != len(tokens):
+            raise ModelLoadError(f"{file.path}: metadata tokenizer.ggml.scores does not cover the {len(tokens)} tokens")
+        merges = _merges_from_scores(vocabulary, scores.tolist())
+    prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    unknown_id = metadata.get("tokenizer.ggml.unknown_token_id")
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    model = _bpe(vocabulary, merges)
+    model.update(fuse_unk=True, byte_fallback=True, unk_token=None if unknown_id is None else tokens[unknown_id])
+    return {
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Metaspace",
+            "replacement": _SPACE,
+            "prepend_scheme": "first" if prefix else "never",
+            "split": False,
+        },
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": model,
+    }
+
+
+def _bpe(vocabulary: Mapping[str, int], merges: list[list[str]]) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocabulary,
+        "merges": merges,
+    }
+
+
+def byte_alphabet() -> list[str]:
+    """The character that stands for each byte in GPT-2's byte-level BPE: printable ones for themselves."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = [""] * 256
+    for byte in printable:
+        alphabet[byte] = chr(byte)
+    shifted = 256
+    for byte in range(256):
+        if not alphabet[byte]:
+            alphabet[byte] = chr(shifted)
+            shifted += 1
+    return alphabet
+
+
+def _respelled(tokens: Sequence[str]) -> dict[str, int]:
+    """Token to id. Tokens with characters outside the byte alphabet, which some files hold, are spelled in it."""
+    alphabet = byte_alphabet()
+    known = frozenset(alphabet)
+    return {
+        token if known.issuperset(token) else "".join(alphabet[byte] for byte in token.encode("utf-8")): index
+        for index, token in enumerate(tokens)
+    }
+
+
+def _merges_from_scores(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[list[str]]:
+    """Sentencepiece joins the neighbours whose joint token scores highest; so each way to split a token is a merge.
+
+    The order is that of transformers: by score, then the longer left part, then the longer right part, first.
+    """
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, token_id in vocabulary.items():
+        local = [
+            (vocabulary[token[:cut]], vocabulary[token[cut:]], cut)
+            for cut in range(1, len(token))
+            if token[:cut] in vocabulary and token[cut:] in vocabulary
+        ]
+        local.sort(key=lambda item: item[:2])
+        found.extend((scores[token_id], cut, len(token) - cut, token[:cut], token[cut:]) for _, _, cut in local)
+    found.sort(key=lambda item: item[:3], reverse=True)
+    return [[left, right] for _, _, _, left, right in found]
+
+
+def _added_tokens(tokens: Sequence[str], kinds: Sequence[int], *, byte_level: bool) -> list[dict[str, Any]]:
+    """Control tokens are special; tokens that a user defined are matched whole but shown.
+
+    A control token of a byte-level vocabulary that is spelled outside the byte alphabet is one of llama.cpp's
+    mislabels, and is left out, as transformers does.
+    """
+    known = frozenset(byte_alphabet())
+    added: list[dict[str, Any]] = []
+    for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
+        if kind not in (_CONTROL, _USER_DEFINED) or (byte_level and not known.issuperset(token)):
+            continue
+        added.append(
+            {
+                "id": token_id,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": kind == _CONTROL,
+            }
+        )
+    return added
+
+
+def _prepend_token(token: str, token_id: int) -> dict[str, Any]:
+    first, rest = {"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, rest],
+        "pair": [first, rest, {"SpecialToken": {"id": token, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
+    }

@@ -1,0 +1,71 @@
+"""Where a decoder gets its tensors from: one interface over safetensors and GGUF.
+
+Names and shapes are those of Hugging Face's checkpoints. A tensor that is missing or has another shape is a
+ModelLoadError that names file, tensor and both shapes.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from octavo.errors import ModelLoadError
+from octavo_worker.loaders.config import ModelConfig
+from octavo_worker.loaders.gguf import GGUFFile
+from octavo_worker.loaders.gguf_config import gguf_tensor_name
+from octavo_worker.loaders.gguf_quants import dequantize
+
+
+class Weights(Protocol):
+    """The tensors of a checkpoint."""
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor on the CPU in `dtype`, the caller's own to keep.
+
+        Raises ModelLoadError when it is missing, has another shape or cannot be read.
+        """
+        ...
+
+    def default_dtype(self) -> str:
+        """The dtype of the checkpoint, for configs that do not name it."""
+        ...
+
+
+class GGUFWeights:
+    """The tensors of a GGUF file, dequantized."""
+
+    def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
+        self._file = file
+        self._permuted = file.metadata.get("general.architecture") == "llama"
+        self._num_heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        stored = gguf_tensor_name(name)
+        tensor = self._file.tensors.get(stored)
+        if tensor is None:
+            raise ModelLoadError(f"{self._file.path}: tensor {stored} ({name}) is missing")
+        check_shape(str(self._file.path), stored, tensor.shape, shape)
+        data = torch.frombuffer(bytearray(self._file.data(stored)), dtype=torch.uint8)
+        values = dequantize(data, tensor.quant_type, dtype).view(shape)
+        heads = self._num_heads.get(name.split(".")[-2]) if self._permuted else None
+        return values if heads is None else _unpermute(values, heads)
+
+    def default_dtype(self) -> str:
+        return "bfloat16"
+
+
+def _unpermute(values: Tensor, num_heads: int) -> Tensor:
+    """Undoes what llama.cpp's converter does to the rows of q and k of llama models.
+
+    It interleaves the two halves of each head, since its rotary positions pair neighbours; ours pair i and i + half.
+    """
+    halves = values.view(num_heads, values.shape[0] // num_heads // 2, 2, *values.shape[1:])
+    return halves.transpose(1, 2).reshape(values.shape)
+
+
+def check_shape(where: str, name: str, real: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raises ModelLoadError when a tensor has another shape than the config asks for."""
+    if tuple(real) != tuple(expected):
+        raise ModelLoadError(f"{where}: tensor {name} has shape {list(real)}; the config asks for {list(expected)}")

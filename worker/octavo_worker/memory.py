@@ -1,0 +1,96 @@
+"""How much memory is really free: what the kernel can give, and what the process's control groups still allow.
+
+Pages that only cache files count as free, since the kernel gives them up. Everything is read through two paths, so
+tests can put files there. What to do with the memory is `kv_pool`'s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+# Limits above this are "none": version 1 writes 2^63 rounded down to a page.
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True)
+class MemoryPaths:
+    """Where the kernel's files are. Tests give a folder of their own."""
+
+    proc: Path = Path("/proc")
+    cgroup: Path = Path("/sys/fs/cgroup")
+
+
+def free_host_memory(paths: MemoryPaths | None = None) -> int:
+    """Bytes that this process may still take: the least of MemAvailable and what each control group leaves."""
+    paths = paths or MemoryPaths()
+    free = _available(paths.proc / "meminfo")
+    for group in _control_groups(paths):
+        left = _left_in_group(group)
+        if left is not None:
+            free = min(free, left)
+    return max(free, 0)
+
+
+def _available(meminfo: Path) -> int:
+    """MemAvailable in bytes; MemFree on kernels that do not tell it."""
+    values = {line.split(":")[0]: line.split()[1] for line in meminfo.read_text().splitlines() if ":" in line}
+    return int(values.get("MemAvailable", values["MemFree"])) * 1024
+
+
+def _control_groups(paths: MemoryPaths) -> list[Path]:
+    """Folders of the process's memory group and of those above it, of version 1 and 2.
+
+    In a container the path that the kernel tells may be the host's, and not be mounted: then the mount's own root is
+    the container's group.
+    """
+    try:
+        lines = (paths.proc / "self" / "cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    groups: list[Path] = []
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            root = paths.cgroup
+        elif "memory" in controllers.split(","):
+            root = paths.cgroup / "memory"
+        else:
+            continue
+        folder = root / path.strip("/")
+        while folder != root:
+            groups.append(folder)
+            folder = folder.parent
+        groups.append(root)
+    return [group for group in groups if group.is_dir()]
+
+
+def _left_in_group(folder: Path) -> int | None:
+    """Bytes below a group's limit, with its file cache counted as free. None: no limit."""
+    for limit_name, usage_name, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        limit = _number(folder / limit_name)
+        usage = _number(folder / usage_name)
+        if limit is None or usage is None or limit >= _NO_LIMIT:
+            continue
+        return limit - usage + _file_cache(folder / "memory.stat", prefix)
+    return None
+
+
+def _file_cache(stat: Path, prefix: str) -> int:
+    """Bytes of pages that cache files and can be dropped."""
+    try:
+        pairs = dict(line.split() for line in stat.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return sum(int(pairs.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None where there is no file or it says "max"."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

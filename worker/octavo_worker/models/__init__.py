@@ -1,0 +1,1 @@
+"""The models a worker computes: one decoder that a `ModelConfig` shapes."""
