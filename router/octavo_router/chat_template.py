@@ -323,7 +323,7 @@ def _plain_tool_call(name: str, call: Mapping[str, Any]) -> dict[str, Any]:
     text = function["arguments"]
     try:
         arguments = json.loads(text) if text.strip() else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise InvalidRequestError(

@@ -130,8 +130,7 @@ class Engine:
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.wait({self._serving})
-        if self._give_up_timer is not None:
-            self._give_up_timer.cancel()
+        self._stop_give_up_timer()
         self._fail_all(UnavailableError("the server is stopping; try again"))
         await self._worker.close()
 
@@ -345,10 +344,13 @@ class Engine:
     def _mark_connected(self) -> None:
         self._connected.set()
         self._no_worker_reason = ""
+        self._stop_give_up_timer()
+        self._wake.set()
+
+    def _stop_give_up_timer(self) -> None:
         if self._give_up_timer is not None:
             self._give_up_timer.cancel()
             self._give_up_timer = None
-        self._wake.set()
 
     def _end_session(self, reason: str) -> bool:
         """The session is lost: every request waits for the next. Returns whether this one had got anything done."""
@@ -369,7 +371,7 @@ class Engine:
     def _give_up(self, reason: str) -> None:
         """No worker that could serve came back in time: requests fail now, and new ones are refused until one is
         there."""
-        self._give_up_timer = None
+        self._stop_give_up_timer()
         self._no_worker_reason = reason
         self._fail_all(UnavailableError(reason))
 

@@ -45,6 +45,7 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", -1),
 )
 _MAX_SOCKET_PATH = 100
+_INT32_MAX = 2**31 - 1
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -83,7 +84,7 @@ class GrpcServer:
 
         Raises ConfigError for an address that cannot be bound.
         """
-        options = (*_CHANNEL_OPTIONS, ("grpc.max_receive_message_length", max_request_bytes))
+        options = (*_CHANNEL_OPTIONS, ("grpc.max_receive_message_length", min(max_request_bytes, _INT32_MAX)))
         self._server = grpc.aio.server(options=options)
         self._health = HealthServicer(("", INFERENCE_SERVICE, ADMIN_SERVICE))
         self.port = _bind_port(self._server, host, port) if port >= 0 else -1

@@ -33,10 +33,14 @@ from octavo_router.openai_answers import Answer, AnswerOptions, ChatAnswer, Comp
 from octavo_router.openai_schema import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
 
 BodyT = TypeVar("BodyT", CompletionBody, ChatCompletionBody, TokenizeBody, DetokenizeBody)
+RequestT = TypeVar("RequestT")
 
 # Above what pools of clients and load balancers keep connections for, so that they close first.
 KEEP_ALIVE_S = 120
+_BACKLOG = 4096
 _MAX_REQUEST_ID_LENGTH = 128
+# Above this, reading a body takes longer than the event loop should wait: lists of token ids, 0.3 us each.
+_SMALL_BODY_BYTES = 64 << 10
 _SCHEMA_PATH = "#/components/schemas/{model}"
 
 
@@ -60,24 +64,29 @@ class Routes:
 
     async def completions(self, request: Request) -> Response:
         """Completes prompts."""
-        body = await self._body(request, CompletionBody)
-        requests = openai_requests.completion_requests(body, _request_id(request, body.request_id))
+        body, requests = await self._read(
+            request,
+            CompletionBody,
+            lambda body: openai_requests.completion_requests(body, _request_id(request, body.request_id)),
+        )
         lengths = await self._prompt_lengths(requests) if body.logprobs is not None else ()
         options = self._options(body, f"cmpl-{_request_id(request, body.request_id)}", lengths)
         return self._generation(requests, CompletionAnswer(options, body.n or 1), bool(body.stream))
 
     async def chat_completions(self, request: Request) -> Response:
         """Answers a conversation."""
-        body = await self._body(request, ChatCompletionBody)
-        request_id = _request_id(request, body.request_id)
-        options = self._options(body, f"chatcmpl-{request_id}", ())
-        answer = ChatAnswer(options, body.n or 1)
-        return self._generation([openai_requests.chat_request(body, request_id)], answer, bool(body.stream))
+        body, chat_request = await self._read(
+            request,
+            ChatCompletionBody,
+            lambda body: openai_requests.chat_request(body, _request_id(request, body.request_id)),
+        )
+        options = self._options(body, f"chatcmpl-{_request_id(request, body.request_id)}", ())
+        return self._generation([chat_request], ChatAnswer(options, body.n or 1), bool(body.stream))
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a prompt or of messages."""
-        body = await self._body(request, TokenizeBody)
-        response = await self._inference.tokenize(openai_requests.tokenize_request(body))
+        _, tokenize_request = await self._read(request, TokenizeBody, openai_requests.tokenize_request)
+        response = await self._inference.tokenize(tokenize_request)
         token_ids = list(response.token_ids)
         return JSONResponse(
             {
@@ -90,9 +99,9 @@ class Routes:
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
-        body = await self._body(request, DetokenizeBody)
+        _, detokenize_request = await self._read(request, DetokenizeBody, openai_requests.detokenize_request)
         try:
-            response = await self._inference.detokenize(openai_requests.detokenize_request(body))
+            response = await self._inference.detokenize(detokenize_request)
         except InvalidRequestError as error:
             error.field = "tokens"
             raise
@@ -128,8 +137,17 @@ class Routes:
         """The router's version."""
         return JSONResponse({"version": __version__})
 
-    async def _body(self, request: Request, kind: type[BodyT]) -> BodyT:
-        return parse_body(kind, await read_body(request, self._max_request_bytes))
+    async def _read(
+        self, request: Request, kind: type[BodyT], convert: Callable[[BodyT], RequestT]
+    ) -> tuple[BodyT, RequestT]:
+        """The request's body, and what convert makes of it; large ones in a thread."""
+        data = await read_body(request, self._max_request_bytes)
+
+        def work() -> tuple[BodyT, RequestT]:
+            body = parse_body(kind, data)
+            return body, convert(body)
+
+        return work() if len(data) <= _SMALL_BODY_BYTES else await asyncio.to_thread(work)
 
     def _options(
         self, body: CompletionBody | ChatCompletionBody, answer_id: str, prompt_lengths: list[int] | tuple[()]
@@ -181,6 +199,7 @@ def make_app(routes: Routes) -> ASGIApp:
     get("/v1/models", routes.models)
     get("/v1/models/{model:path}", routes.model)
     get("/health", routes.health)
+    app.add_api_route("/health", routes.health, methods=["HEAD"], include_in_schema=False, response_class=Response)
     get("/metrics", routes.metrics)
     get("/version", routes.version)
 
@@ -289,7 +308,10 @@ def _model_json(model: pb.Model, root: str) -> dict[str, Any]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket for HTTP. Port 0 picks a free one. Raises ConfigError for an address that cannot be bound."""
+    """A listening socket for HTTP. Port 0 picks a free one. Raises ConfigError for an address that cannot be bound.
+
+    It listens at once, since only that keeps others from the port; connections wait until the server starts.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -302,6 +324,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
+        sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         raise ConfigError(
@@ -325,7 +348,7 @@ class HttpServer:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            backlog=4096,
+            backlog=_BACKLOG,
         )
         self._server = _QuietServer(config)
         self._sock = sock

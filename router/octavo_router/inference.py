@@ -13,13 +13,15 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from octavo.errors import DeadlineError, ModelNotFoundError
+from octavo.errors import ContextLengthError, DeadlineError, ModelNotFoundError
 from octavo.v1 import inference_pb2 as pb
 from octavo_router import validation
+from octavo_router.metrics import REFUSED_TOO_LONG
 from octavo_router.request import FinishReason, Output, Request, RequestUpdate, SampleDelta, TokenLogprobs, Usage
 
 if TYPE_CHECKING:
     from octavo_router.engine import Engine
+    from octavo_router.metrics import Metrics
     from octavo_router.prompts import Prompt, PromptReader
     from octavo_router.stream import RequestStream
 
@@ -34,9 +36,10 @@ _FINISH_REASONS = {
 class Inference:
     """InferenceService without a transport. Methods raise `octavo.errors`; a cancelled call releases what it holds."""
 
-    def __init__(self, engine: Engine, prompts: PromptReader) -> None:
+    def __init__(self, engine: Engine, prompts: PromptReader, metrics: Metrics) -> None:
         self._engine = engine
         self._prompts = prompts
+        self._metrics = metrics
 
     @property
     def model_name(self) -> str:
@@ -57,14 +60,8 @@ class Inference:
         deadline: in seconds of time.monotonic. Close the generator (contextlib.aclosing) to release a request early.
         Raises any of `octavo.errors` that `ERROR_TABLE` maps to a client's fault, an overload or an unavailability.
         """
-        validation.refuse_unsupported(request)
-        validation.check_request_id(request.request_id)
-        self._check_model(request.model)
-        request_id = request.request_id or new_request_id()
-        prompt = await _before(deadline, self._prompts.read(request, self._engine.model))
-        engine_request = self._engine_request(request, request_id, prompt, deadline)
-        echo = await self._echo(request, prompt, engine_request.output) if request.output.echo else ""
-
+        engine_request, echo = await self._accepted(request, deadline)
+        request_id = engine_request.request_id
         stream = self._engine.submit(engine_request)
         try:
             first = self._first_response(request, engine_request, echo)
@@ -113,24 +110,37 @@ class Inference:
         if name and name not in names:
             raise ModelNotFoundError(f"model {name[:200]!r} is not served here; served: {', '.join(names)}")
 
-    def _engine_request(
-        self, request: pb.GenerateRequest, request_id: str, prompt: Prompt, deadline: float | None
-    ) -> Request:
+    async def _accepted(self, request: pb.GenerateRequest, deadline: float | None) -> tuple[Request, str]:
+        """The request as the engine takes it, and the text that its answers begin with."""
+        validation.refuse_unsupported(request)
+        validation.check_request_id(request.request_id)
+        self._check_model(request.model)
         model = self._engine.model
-        return Request(
-            request_id=request_id,
-            prompt_token_ids=prompt.token_ids,
-            sampling=validation.sampling_of(request.sampling, model.default_sampling),
-            stopping=validation.stopping_of(
+        # What costs nothing to check comes before the prompt is tokenized.
+        sampling = validation.sampling_of(request.sampling, model.default_sampling)
+        output = validation.output_of(request.output)
+        try:
+            prompt = await _before(deadline, self._prompts.read(request, model))
+            stopping = validation.stopping_of(
                 request.stop,
                 num_prompt_tokens=len(prompt.token_ids),
                 max_model_len=model.max_model_len,
                 vocab_size=model.vocab_size,
-            ),
-            output=validation.output_of(request.output),
+            )
+        except ContextLengthError:
+            self._metrics.refused(REFUSED_TOO_LONG)
+            raise
+        accepted = Request(
+            request_id=request.request_id or new_request_id(),
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            stopping=stopping,
+            output=output,
             priority=request.priority,
             deadline=deadline,
         )
+        echo = await self._echo(request, prompt, output) if request.output.echo else ""
+        return accepted, echo
 
     async def _echo(self, request: pb.GenerateRequest, prompt: Prompt, output: Output) -> str:
         """The prompt's text as the answer repeats it: as it was given, or decoded from the ids that were given."""

@@ -97,7 +97,7 @@ class Program:
         engine = Engine(self._config, self._worker, tokenizer, self._metrics, default_sampling=files.default_sampling)
         self._engine = engine
         await engine.start()
-        inference = Inference(engine, self._prompts)
+        inference = Inference(engine, self._prompts, self._metrics)
         await self._grpc.start(inference, AdminServicer(engine))
         if self._http_socket is not None:
             self._http = self._make_http(engine, inference, tokenizer, self._http_socket)

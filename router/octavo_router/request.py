@@ -93,7 +93,10 @@ class SampleDelta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens a request took. completion counts end-of-sequence tokens; cached counts prompt tokens found in the prefix cache."""
+    """Tokens a request took.
+
+    completion counts end-of-sequence tokens; cached counts prompt tokens found in the prefix cache.
+    """
 
     prompt_tokens: int
     completion_tokens: int

@@ -193,7 +193,8 @@ class Scheduler:
 
     def _start_waiting(self, draft: _Draft) -> None:
         """Waiting sequences join the batch in their order, until the first that cannot."""
-        if draft.num_owed or self.waiting.first is None:
+        has_place = len(self.running) < self.limits.max_num_running
+        if draft.num_owed or not has_place or self.waiting.first is None:
             return
         num_spare = self.blocks.device.num_free - sum(
             self.blocks.num_missing(sequence.block_table, sequence.num_tokens) for sequence in self.running

@@ -86,11 +86,12 @@ class Delivery:
     def _add_text(self, sample: Sample, event: TokenSampled) -> tuple[FinishReason | None, str | int | None]:
         """Adds the token's text; returns why the sample ends with it and what matched."""
         stopping = self.group.request.stopping
+        may_stop = sample.num_tokens >= stopping.min_tokens
         matched: str | None = None
         if event.matched is None or stopping.include_stop_in_text:
-            matched = sample.text.append(event.token_id)
+            matched = sample.text.append(event.token_id, may_stop=may_stop)
         if matched is None and event.finish_reason is not None:
-            matched = sample.text.finish()
+            matched = sample.text.finish(may_stop=may_stop)
         if matched is not None and event.matched is None:
             return FinishReason.STOP, matched
         return event.finish_reason, event.matched

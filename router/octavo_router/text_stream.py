@@ -84,9 +84,10 @@ class TextStream:
         self._parts: list[str] = []  # text that is final and not taken yet
         self._is_closed = False
 
-    def append(self, token_id: int) -> str | None:
+    def append(self, token_id: int, *, may_stop: bool = True) -> str | None:
         """Takes the next token. Returns the stop string that ended the text, or None while none has.
 
+        may_stop: whether a stop string that this token completes counts; one that does not is text like any other.
         After a stop string no more tokens are taken; `take` gives the text before it, or through it with include_stop.
         """
         assert not self._is_closed, "the text has ended"
@@ -95,13 +96,13 @@ class TextStream:
             return None
         if token_id in self._hidden:
             mark = self._marks.get(token_id)
-            return None if mark is None else self._advance(self._decoder.mark(mark), ends_in_mark=True)
+            return None if mark is None else self._advance(self._decoder.mark(mark), may_stop, ends_in_mark=True)
         text = self._decoder.push(piece) if not self._spaces else self._push_spaced(token_id)
         if self._plain is None:
             if text:
                 self._parts.append(text)
             return None
-        return self._advance(text, ends_in_mark=False)
+        return self._advance(text, may_stop, ends_in_mark=False)
 
     def take(self) -> str:
         """The text that can be released now and was not yet. May be empty."""
@@ -110,14 +111,14 @@ class TextStream:
         self._parts = [text[len(text) - kept :]] if kept else []
         return text[: len(text) - kept]
 
-    def finish(self) -> str | None:
+    def finish(self, *, may_stop: bool = True) -> str | None:
         """No more tokens: what was held back can be taken, with U+FFFD for bytes that never became a character.
 
-        Returns a stop string if the last of the text completes one. Does nothing once the text has ended.
+        Returns a stop string that counts if the last of the text completes one. Does nothing once the text has ended.
         """
         if self._is_closed:
             return None
-        matched = self._scan(self._decoder.finish())
+        matched = self._scan(self._decoder.finish(), may_stop)
         self._is_closed = True
         return matched
 
@@ -134,11 +135,11 @@ class TextStream:
         space = self._decoder.push(" ") if follows_special and self._follows_special else ""
         return space + self._decoder.push(self._tokenizer.piece(token_id) or "")
 
-    def _advance(self, text: str, ends_in_mark: bool) -> str | None:
+    def _advance(self, text: str, may_stop: bool, *, ends_in_mark: bool) -> str | None:
         """Scans text that became final, and looks for a stop string that is complete in text that is not final yet."""
-        matched = self._scan(text) if text else None
-        if matched is None and self._is_stop_pending(ends_in_mark):
-            matched = self._scan(self._decoder.finish())
+        matched = self._scan(text, may_stop) if text else None
+        if matched is None and may_stop and self._is_stop_pending(ends_in_mark):
+            matched = self._scan(self._decoder.finish(), may_stop)
         return matched
 
     def _is_stop_pending(self, ends_in_mark: bool) -> bool:
@@ -156,10 +157,13 @@ class TextStream:
             return True
         return self._plain.would_match(_MARKS.sub("", pending))
 
-    def _scan(self, text: str) -> str | None:
+    def _scan(self, text: str, may_stop: bool) -> str | None:
         """Adds final text, with marks in it, up to the first stop string, which ends it. Returns that string."""
         if self._plain is None:
             self._parts.append(text)
+            return None
+        if not may_stop:
+            self._pass_over(text)
             return None
         if self._marked is None:
             end = self._plain.advance(text)
@@ -177,6 +181,15 @@ class TextStream:
             if is_found:
                 return self._end_at(self._plain)
         return None
+
+    def _pass_over(self, text: str) -> None:
+        """Adds final text in which no stop string counts; one that begins in it may count when it is complete."""
+        assert self._plain is not None
+        shown = _MARKS.sub("", text)
+        self._parts.append(shown)
+        self._plain.pass_over(shown)
+        if self._marked is not None:
+            self._marked.pass_over(text)
 
     def _end_at(self, matcher: StopMatcher) -> str:
         """Ends the text before the stop string just found at its end, or behind it."""
@@ -228,6 +241,11 @@ class StopMatcher:
         """Reads on. Returns the number of characters read when a pattern was complete, None if none was."""
         end, self._state = self._walk(text)
         return end
+
+    def pass_over(self, text: str) -> None:
+        """Reads on through whatever patterns the text completes."""
+        while (end := self.advance(text)) is not None:
+            text = text[end:]
 
     def would_match(self, text: str) -> bool:
         """Whether reading this text would complete a pattern. Changes nothing."""

@@ -11,6 +11,7 @@ from octavo.errors import InvalidRequestError, OctavoError, UnavailableError
 from octavo.v1 import admin_pb2
 from octavo_router.chat_template import ChatTemplate
 from octavo_router.inference import Inference
+from octavo_router.metrics import Metrics
 from octavo_router.prompts import PromptReader
 from octavo_router.request import (
     FinishReason,
@@ -143,6 +144,7 @@ class FakeEngine:
     def __init__(self, text: str = "Paris.") -> None:
         self.text = text
         self.model = FakeModel()
+        self.metrics = Metrics()
         self.finish_reason = FinishReason.STOP
         self.matched: str | int | None = EOS
         self.cached_tokens = 0
@@ -182,4 +184,4 @@ class FakeEngine:
 def make_inference(engine: FakeEngine, template: LineTemplate | ChatTemplate | None = None) -> Inference:
     """Inference over the fakes."""
     reader = PromptReader(ByteTokenizer(), template or LineTemplate(), num_threads=1)  # type: ignore[arg-type]
-    return Inference(engine, reader)  # type: ignore[arg-type]
+    return Inference(engine, reader, engine.metrics)  # type: ignore[arg-type]

@@ -201,6 +201,18 @@ async def test_a_stop_string_counts_before_the_limit_it_coincides_with() -> None
     assert answer.only.text == text_of(tokens[:3])
 
 
+@pytest.mark.parametrize("min_tokens", [7, 8, 9])
+async def test_a_stop_string_before_min_tokens_is_text(min_tokens: int) -> None:
+    request = make_request(max_tokens=12, min_tokens=min_tokens)
+    tokens, _ = expected_output(request)
+    stop = text_of(tokens[5:8])
+    async with serving() as router:
+        answer = await read_ok(router.submit(make_request(max_tokens=12, min_tokens=min_tokens, stop=(stop,))))
+    ends_there = min_tokens <= 8
+    assert answer.only.token_ids == (tokens[:8] if ends_there else tokens)
+    assert answer.only.text == text_of(tokens[:5] if ends_there else tokens)
+
+
 async def test_text_held_back_for_a_stop_string_comes_at_the_end() -> None:
     tokens, _ = expected_output(make_request(max_tokens=4))
     async with serving() as router:

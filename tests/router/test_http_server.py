@@ -14,7 +14,6 @@ import pytest
 from octavo.errors import ConfigError, GenerationError, OverloadedError, UnavailableError
 from octavo_router.chat_template import ChatTemplate
 from octavo_router.http_server import HttpServer, Routes, bind, make_app
-from octavo_router.metrics import Metrics
 from octavo_router.request import FinishReason
 from tests.router.fake_engine import ByteTokenizer, FakeEngine, LineTemplate, make_inference
 
@@ -70,7 +69,7 @@ def app_of(served: Served, template: LineTemplate | ChatTemplate) -> Any:
         make_inference(served.engine, template),
         token_bytes=ByteTokenizer().token_bytes,
         is_serving=lambda: served.is_serving,
-        metrics=Metrics(),
+        metrics=served.engine.metrics,
         max_request_bytes=MAX_REQUEST_BYTES,
     )
     return make_app(routes)
@@ -390,6 +389,8 @@ async def test_bodies_that_are_no_json(local: Served) -> None:
 async def test_a_body_over_the_limit(served: Served) -> None:
     error = await served.refused("/v1/completions", 413, prompt="x" * MAX_REQUEST_BYTES)
     assert str(MAX_REQUEST_BYTES) in error["message"]
+    # Just below the limit it is read in a thread.
+    assert (await served.refused("/v1/completions", prompt="x" * (MAX_REQUEST_BYTES - 100)))["param"] == "prompt"
     assert (await served.post("/v1/completions", prompt="x" * (3 * MAX_REQUEST_BYTES))).status_code == 413
     assert (await served.post("/v1/completions", prompt="x")).status_code == 200
 
@@ -479,6 +480,7 @@ async def test_models(local: Served) -> None:
 
 async def test_health_metrics_version_and_schema(local: Served) -> None:
     assert (await local.http.get("/health")).status_code == 200
+    assert (await local.http.head("/health")).status_code == 200
     local.is_serving = False
     assert (await local.http.get("/health")).status_code == 503
     metrics = await local.http.get("/metrics")
@@ -519,7 +521,6 @@ async def test_many_connections_at_once(served: Served) -> None:
 
 def test_a_port_in_use_is_named_with_the_remedy() -> None:
     with bind("127.0.0.1", 0) as sock:
-        sock.listen()
         port = sock.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}: Address already in use; choose another port"):
             bind("127.0.0.1", port)

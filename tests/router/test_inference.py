@@ -184,8 +184,10 @@ async def test_a_request_over_the_context_is_refused_with_all_numbers() -> None:
         "the prompt has 500 tokens and max_tokens is 100, together 600; at most 512 are possible: shorten the prompt "
         "or ask for at most 12 tokens"
     )
+    engine = FakeEngine()
     with pytest.raises(ContextLengthError, match="the prompt has 512 tokens; at most 512 are possible"):
-        await responses_of(FakeEngine(), request_of(token_ids={"ids": [1] * 512}))
+        await responses_of(engine, request_of(token_ids={"ids": [1] * 512}))
+    assert b'octavo_requests_refused_total{reason="too_long"} 1.0' in engine.metrics.render()
 
 
 async def test_a_prompt_that_must_be_too_long_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -228,7 +228,6 @@ def test_settings_at_fault_are_one_line_and_exit_code_2(
 
 def test_a_port_in_use_is_named_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     with bind("127.0.0.1", 0) as taken:
-        taken.listen()
         port = taken.getsockname()[1]
         assert main([f"--port={port}"]) == 2
         assert main(["--port=0", f"--grpc-port={port}"]) == 2

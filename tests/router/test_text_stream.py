@@ -206,6 +206,29 @@ class TestStop:
         pieces, matched, _ = run(byte_level(), byte_level().encode("Paris is"), stop=["is not"])
         assert ("".join(pieces), matched) == ("Paris is", None)
 
+    def test_a_stop_string_that_may_not_stop_is_text_and_a_later_one_counts(self) -> None:
+        tokenizer = byte_level()
+        stream = TextStream(tokenizer, skip_special_tokens=True, stop=["aba"])
+        matches = []
+        for number, char in enumerate("ababaz"):
+            token_id = tokenizer.token_id(char)
+            assert token_id is not None
+            matches.append(stream.append(token_id, may_stop=number >= 3))
+            if matches[-1] is not None:
+                break
+        # "aba" is complete at the third character, where it does not count, and again at the fifth, where it does.
+        assert matches == [None, None, None, None, "aba"]
+        assert stream.take() == "ab"
+
+    def test_a_stop_string_at_the_end_that_may_not_stop_is_text(self) -> None:
+        tokenizer = sentencepiece()
+        newline = tokenizer.token_id("<0x0A>")
+        assert newline is not None
+        stream = TextStream(tokenizer, skip_special_tokens=True, stop=["\n"])
+        assert stream.append(newline, may_stop=False) is None
+        assert stream.finish(may_stop=False) is None
+        assert stream.take() == "\n"
+
     @pytest.mark.parametrize("stop", ["", "a\ud800"])
     def test_a_stop_string_that_no_text_contains_is_refused(self, stop: str) -> None:
         with pytest.raises(InvalidRequestError, match="stop has") as caught:
