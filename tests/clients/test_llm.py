@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
 from octavo import LLM, SamplingParams
 from octavo.client import Client
@@ -85,10 +85,14 @@ def test_an_error_names_the_prompt_and_leaves_the_model_usable(llm: LLM) -> None
 
 
 def test_ctrl_c_cancels_and_leaves_the_model_usable(llm: LLM) -> None:
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    class PressingCtrlC(tqdm):  # type: ignore[type-arg]
+        def update(self, n: float | None = 1) -> bool | None:
+            if self.n == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().update(n)
+
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(["a"] * 100_000, use_tqdm=False)
+        llm.generate(["a"] * 5000, use_tqdm=PressingCtrlC)
     assert llm.generate("a", use_tqdm=False)[0].outputs[0].text == "A"
 
 

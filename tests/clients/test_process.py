@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.channel import is_serving
 from octavo.client import Client
 from octavo.config import RouterConfig, WorkerConfig
 from octavo.errors import OctavoError, StartError
@@ -127,15 +128,7 @@ def test_a_program_that_dies_is_started_again(programs: Programs, name: str) -> 
         wait_until(lambda: pair.pids().get(name) not in (None, before[name]))
         other = {"worker": "router", "router": "worker"}[name]
         assert pair.pids()[other] == before[other]
-        with Client(endpoints.grpc) as client:
-            wait_until(lambda: _answers(client))
-
-
-def _answers(client: Client) -> bool:
-    try:
-        return client.health(timeout=1)
-    except OctavoError:
-        return False
+        wait_until(lambda: is_serving(endpoints.grpc, timeout_s=1))
 
 
 def test_a_program_that_keeps_dying_is_given_up(
