@@ -106,7 +106,10 @@ def install_torch(pip: list[str]) -> None:
                 "builds, or set TORCH_BUILD=cuda to take the CUDA build"
             )
         say("installing torch for the CPU")
-        command += ["--index-url", index]
+        # A CPU build's version, 2.x.y+cpu, sorts above the plain one; what torch needs comes from the usual index.
+        command += ["--extra-index-url", index]
+        if brings_cuda(command):
+            raise SetupError(f"TORCH_CPU_INDEX={index} has no CPU build of {TORCH_RANGE} for this machine and Python")
     else:
         say("installing torch for the CPU")
     run(command)

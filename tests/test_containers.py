@@ -212,7 +212,7 @@ def http_server(status: int) -> Iterator[int]:
 
 
 @contextmanager
-def grpc_server(status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> Iterator[int]:
+def grpc_server(status: int) -> Iterator[int]:
     """A server with grpc.health.v1 alone. Gives its port."""
     server = grpc.server(futures.ThreadPoolExecutor(1))
     servicer = health.HealthServicer()

@@ -37,9 +37,7 @@ def available_backends() -> dict[str, str | None]:
     return {"cpu": why_unavailable(), "reference": None}
 
 
-def load_backend(
-    name: str = "auto", *, device: torch.device | str = "cpu", num_threads: int | None = None
-) -> Backend:
+def load_backend(name: str = "auto", *, device: torch.device | str = "cpu", num_threads: int | None = None) -> Backend:
     """Creates the named backend.
 
     name: "cpu" (native, CPU only), "reference" (plain torch, any device), or "auto": the native one where it runs and

@@ -136,7 +136,10 @@ class Backend(Protocol):
         ...
 
     def write_kv(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
-        """Stores each token's K and V in its slot. k, v: (T, num_kv_heads, head_dim), may be strided in dim 0; kv mutated."""
+        """Stores each token's K and V in its slot. Mutates kv.
+
+        k, v: (T, num_kv_heads, head_dim), may be strided in dim 0; slots: (T,) int32, all different.
+        """
         ...
 
     def paged_attention(
@@ -146,7 +149,7 @@ class Backend(Protocol):
 
         q: (T, num_heads, head_dim), may be strided in dim 0; num_heads is a multiple of num_kv_heads and query heads
         are grouped by KV head (Ainslie et al., GQA). A token at position p attends to positions
-        max(0, p - sliding_window + 1)..p. A sequence may own no tokens. The positions of a sequence's tokens are consecutive.
+        max(0, p - sliding_window + 1)..p. A sequence's tokens have consecutive positions; it may own none.
         Softmax and accumulation in fp32. Returns a new contiguous (T, num_heads * head_dim) of q's dtype.
         """
         ...
@@ -156,22 +159,28 @@ class Backend(Protocol):
         ...
 
     def copy_blocks(self, pool: Tensor, sources: Tensor, targets: Tensor) -> None:
-        """pool[targets[i]] = pool[sources[i]] for int64 (n,) columns on the CPU; sources and targets are disjoint. Mutates pool."""
+        """pool[targets[i]] = pool[sources[i]]. Mutates pool.
+
+        sources, targets: (n,) int64 on the CPU, disjoint; no target twice.
+        """
         ...
 
     def move_blocks(self, source: Tensor, source_blocks: Tensor, target: Tensor, target_blocks: Tensor) -> None:
-        """target[target_blocks[i]] = source[source_blocks[i]] between two pools of one layout (swap). Mutates target."""
+        """target[target_blocks[i]] = source[source_blocks[i]] between two pools of one layout (swap). Mutates target.
+
+        source_blocks, target_blocks: (n,) int64 on the CPU; no target twice.
+        """
         ...
 
     def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        """Samples one id a row: arg max of (logits - max) / temperature + Gumbel noise (Gumbel, 1954; the Gumbel-max trick).
+        """Samples one id a row: arg max of (logits - max) / temperature + Gumbel noise (the Gumbel-max trick).
 
         logits: (S, vocab) fp32, -inf for banned ids, not mutated; temperatures: (S,) fp32, 0 means plain arg max of the
-        logits; seeds: (S,) int64, the 64 bits of the key, low word first; positions: (S,) int64. Ties go to the lowest id.
-        The noise of id v is drawn from Philox4x32-10 (Salmon et al., SC 2011) with key = seed and counter =
+        logits; seeds: (S,) int64, the 64 bits of the key, low word first; positions: (S,) int64. Ties go to the lowest
+        id. The noise of id v is drawn from Philox4x32-10 (Salmon et al., SC 2011) with key = seed and counter =
         (v // 4, 0, position low, position high), lane v % 4: u = (word >> 8) * 2^-24 + 2^-25, exactly (in fp32 the
         largest would round to 1 and its noise be infinite), noise = -log(-log(u)), rounded to fp32.
 
-        Returns (S,) int64; -1 for a row that has a NaN, a +inf or nothing but -inf, so that its sequence alone can fail.
+        Returns (S,) int64; -1 for a row that has a NaN, a +inf or nothing but -inf, so that its sequence alone fails.
         """
         ...

@@ -1,8 +1,8 @@
 """The exceptions of octavo-kernels.
 
-    KernelError
-    +- BackendUnavailableError   the named backend does not exist or cannot run on this machine
-    +- InvalidArgumentError      a tensor or a value that an op cannot take (also a ValueError)
+KernelError
++- BackendUnavailableError   the named backend does not exist or cannot run on this machine
++- InvalidArgumentError      a tensor or a value that an op cannot take (also a ValueError)
 """
 
 from __future__ import annotations

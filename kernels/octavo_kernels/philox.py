@@ -30,7 +30,10 @@ def philox4x32(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """The noise of every id, as `Backend.gumbel_argmax` defines it. seeds, positions: (S,) int64; returns (S, vocab) fp32."""
+    """The noise of every id, as `Backend.gumbel_argmax` defines it.
+
+    seeds, positions: (S,) int64. Returns (S, vocab) fp32.
+    """
     counters = torch.arange((vocab + 3) // 4, dtype=torch.int64, device=seeds.device)[None]
     seeds, positions = seeds[:, None], positions[:, None]
     zero = torch.zeros_like(counters)

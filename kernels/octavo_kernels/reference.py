@@ -40,7 +40,8 @@ class ReferenceLinear:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if x.dtype is not self._dtype or x.dim() != 2 or x.shape[1] != self.in_features:
             raise InvalidArgumentError(
-                f"x has shape {tuple(x.shape)} and dtype {x.dtype}; (rows, {self.in_features}) of {self._dtype} is needed"
+                f"x has shape {tuple(x.shape)} and dtype {x.dtype}; "
+                f"(rows, {self.in_features}) of {self._dtype} is needed"
             )
         out = torch.nn.functional.linear(_wide(x), self._weight, self._bias)
         if residual is not None:
@@ -80,7 +81,9 @@ class ReferenceBackend:
         max_positions, rotary_dim = cos_sin.shape
         _check_range("position", positions, max_positions)
         if rotary_dim > x.shape[2] or rotary_dim % 2 != 0:
-            raise InvalidArgumentError(f"rotary_dim is {rotary_dim}; it must be even and at most head_dim, {x.shape[2]}")
+            raise InvalidArgumentError(
+                f"rotary_dim is {rotary_dim}; it must be even and at most head_dim, {x.shape[2]}"
+            )
         cos, sin = cos_sin[positions.long(), None].to(_wide(x).dtype).chunk(2, dim=-1)  # (T, 1, rotary_dim / 2)
         a, b = _wide(x[..., :rotary_dim]).chunk(2, dim=-1)
         x[..., :rotary_dim] = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

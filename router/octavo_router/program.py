@@ -162,7 +162,7 @@ class Program:
             return ChatTemplate("", tokenizer.special_tokens)
 
     def _announce(self, model: ServedModel) -> None:
-        """Says where it serves, to people on stdout and to a parent process in the ready file."""
+        """Says where it serves, to people in the log and to a parent process in the ready file."""
         config = self._config
         unix = f"unix:{config.grpc_socket}" if config.grpc_socket else ""
         grpc = ", ".join(filter(None, (self.grpc_address, unix))) or "none"
@@ -170,7 +170,7 @@ class Program:
         if config.ready_file:
             addresses = {"http": self.http_url, "grpc": self.grpc_address, "grpc_socket": config.grpc_socket}
             _write_atomically(Path(config.ready_file), json.dumps(addresses | {"pid": os.getpid()}))
-        print(f"{config.router_name} ready: {', '.join(model.names)} at HTTP {http}, gRPC {grpc}", flush=True)
+        logger.info("ready: %s at HTTP %s, gRPC %s", ", ".join(model.names), http, grpc)
 
     def _remove_ready_file(self) -> None:
         if self._config.ready_file:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from octavo_kernels import AttentionBatch, Backend, KVLayout, LayerKV
 from torch import Tensor
+
+from octavo_kernels import AttentionBatch, Backend, KVLayout, LayerKV
 
 ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1e-2, 1.6e-2), torch.float16: (2e-3, 2e-3)}

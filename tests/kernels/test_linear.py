@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.kernels.cases import DTYPES, ISAS, TOLERANCES, normal
+
 from octavo_kernels import InvalidArgumentError
+from tests.kernels.cases import DTYPES, ISAS, TOLERANCES, normal
 
 SHAPES = [(48, 64, 1), (100, 33, 7), (1, 1, 3), (577, 576, 20), (50, 577, 13), (192, 100, 150)]
 
@@ -39,6 +40,7 @@ def test_written_down(native):
 def test_a_row_has_its_own_bits(native, isa, dtype):
     layer = native(isa).linear(normal(150, 99, dtype=dtype, seed=1))
     x = normal(513, 99, dtype=dtype, seed=2)
+    # Every row once as the only row.
     alone = torch.cat([layer(x[i : i + 1]) for i in range(513)])
     for rows in [*range(1, 71), 513]:
         assert torch.equal(layer(x[:rows]), alone[:rows]), rows

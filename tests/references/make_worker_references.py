@@ -1,6 +1,6 @@
 """Writes what the worker's tests compare with, into tests/worker/data: made with transformers and the gguf package.
 
-    logits.npz           logits of tiny models (tests/worker/checkpoints.py) in fp32, for each rope scaling, family and head size
+    logits.npz           fp32 logits of tiny models (tests/worker/checkpoints.py), one for each thing a decoder does
     gguf_blocks.npz      blocks of every GGUF type and their values
     tokenizer_cases.json token ids of texts under vocabularies that are read from GGUF files
 
@@ -22,10 +22,12 @@ import gguf
 import numpy as np
 import torch
 import transformers
+from tokenizers import pre_tokenizers
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from tests.worker.cases import MODEL_CASES, PROMPT, TEXTS, VOCABULARIES, gguf_case, plain_vocabulary  # noqa: E402
 from tests.worker.checkpoints import (  # noqa: E402
     gguf_metadata,
     gguf_tensors,
@@ -34,7 +36,6 @@ from tests.worker.checkpoints import (  # noqa: E402
     write_checkpoint,
     write_gguf,
 )
-from tests.worker.cases import MODEL_CASES, PROMPT, TEXTS, VOCABULARIES, gguf_case, plain_vocabulary  # noqa: E402
 
 DATA = ROOT / "tests" / "worker" / "data"
 
@@ -57,7 +58,7 @@ def make_logits() -> None:
 def check_gguf_logits() -> None:
     """transformers must read our GGUF files as we write them; the tests then compare with the safetensors' logits."""
     expected = np.load(DATA / "logits.npz")
-    for family in ("llama", "qwen2", "qwen3"):
+    for family in ("llama", "qwen2"):  # of a qwen3 GGUF transformers takes no head size but 128
         config = gguf_case(family)
         with tempfile.TemporaryDirectory() as folder:
             metadata = gguf_metadata(config) | plain_vocabulary(config["vocab_size"])
@@ -100,6 +101,10 @@ def make_tokenizer_cases(model: Path) -> None:
             metadata = gguf_metadata(config) | metadata_of(model)
             write_gguf(Path(folder) / "m.gguf", metadata, gguf_tensors(config, tiny_weights(config)))
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file="m.gguf")
+            if name == "smollm":  # transformers' reader leaves out that every digit stands alone
+                tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                    [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+                )
             answers[name] = [tokenizer.encode(text) for text in TEXTS]
     (DATA / "tokenizer_cases.json").write_text(json.dumps(answers))
 

@@ -36,17 +36,35 @@ class Running:
         self.ready_file = ready_file
         self.ready_line = ""
         self.addresses: dict[str, Any] = {}
+        self._lines: list[str] = []
+        self._has_more = asyncio.Event()
+        # The log is read from the start, which keeps its pipe from filling up.
+        self._reading = asyncio.create_task(self._read_log())
 
     async def until_ready(self) -> None:
-        assert self.process.stdout is not None
-        self.ready_line = (await self.process.stdout.readline()).decode()
-        assert self.ready_line, await self.log()
+        """Waits until it serves."""
+        self.ready_line = await self.until_it_says(" ready: ")
         self.addresses = json.loads(self.ready_file.read_text())
+
+    async def until_it_says(self, text: str) -> str:
+        """Waits for a line of its log with this text; returns the line."""
+        while not (found := [line for line in self._lines if text in line]):
+            assert not self._reading.done(), f"it ended: {''.join(self._lines)}"
+            self._has_more.clear()
+            await self._has_more.wait()
+        return found[0]
 
     async def log(self) -> str:
         """What it wrote to stderr until its end."""
+        await self._reading
+        return "".join(self._lines)
+
+    async def _read_log(self) -> None:
         assert self.process.stderr is not None
-        return (await self.process.stderr.read()).decode()
+        async for line in self.process.stderr:
+            self._lines.append(line.decode())
+            self._has_more.set()
+        self._has_more.set()
 
 
 @pytest.fixture
@@ -62,7 +80,7 @@ async def router(tmp_path: Path, *flags: str, options: tuple[str, ...] = ()) -> 
     ready_file = tmp_path / "ready.json"
     arguments = (*options, "-m", "octavo_router", "--port=0", "--grpc-port=0", f"--ready-file={ready_file}", *flags)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=1 << 24
+        sys.executable, *arguments, stderr=asyncio.subprocess.PIPE, limit=1 << 24
     )
     try:
         yield Running(process, ready_file)
@@ -76,8 +94,6 @@ async def test_it_serves_without_torch_and_stops(worker: FakeWorkerServer, tmp_p
     socket_path = tmp_path / "router.sock"
     flags = (f"--worker={worker.address}", f"--grpc-socket={socket_path}", "--served-model-name=abc")
     async with router(tmp_path, *flags, options=("-X", "importtime")) as running:
-        # Reading the log from the start keeps its pipe from filling up.
-        log = asyncio.create_task(running.log())
         await running.until_ready()
         http, address = running.addresses["http"], running.addresses["grpc"]
         assert f"HTTP {http}/v1" in running.ready_line
@@ -103,13 +119,13 @@ async def test_it_serves_without_torch_and_stops(worker: FakeWorkerServer, tmp_p
         running.process.send_signal(signal.SIGTERM)
         assert await running.process.wait() == 0
         assert not running.ready_file.exists()
-        imported = set(re.findall(r"\| +(\w+)", await log))
+        imported = set(re.findall(r"\| +(\w+)", await running.log()))
         assert {"grpc", "tokenizers", "uvicorn"} <= imported
         assert not {"torch", "transformers", "octavo_worker", "octavo_kernels"} & imported
 
 
 async def test_sigterm_lets_running_requests_finish(worker: FakeWorkerServer, tmp_path: Path) -> None:
-    async with router(tmp_path, f"--worker={worker.address}", "--log-level=warning") as running:
+    async with router(tmp_path, f"--worker={worker.address}") as running:
         await running.until_ready()
         async with (
             httpx.AsyncClient(base_url=running.addresses["http"], trust_env=False) as client,
@@ -188,9 +204,7 @@ async def watch(channel: grpc.aio.Channel) -> Any:
 
 async def test_a_signal_ends_the_wait_for_a_worker(tmp_path: Path) -> None:
     async with router(tmp_path, f"--worker=unix:{tmp_path / 'nobody.sock'}") as running:
-        assert running.process.stderr is not None
-        line = (await running.process.stderr.readline()).decode()
-        assert "waiting for the worker at unix:" in line
+        await running.until_it_says("waiting for the worker at unix:")
         running.process.send_signal(signal.SIGTERM)
         assert await running.process.wait() == 0
 
@@ -198,12 +212,11 @@ async def test_a_signal_ends_the_wait_for_a_worker(tmp_path: Path) -> None:
 async def test_without_http_no_http_stack_is_loaded(worker: FakeWorkerServer, tmp_path: Path) -> None:
     flags = (f"--worker={worker.address}", "--port=-1")
     async with router(tmp_path, *flags, options=("-X", "importtime")) as running:
-        log = asyncio.create_task(running.log())
         await running.until_ready()
         assert running.addresses["http"] == ""
         running.process.send_signal(signal.SIGTERM)
         assert await running.process.wait() == 0
-        assert not {"fastapi", "uvicorn", "pydantic"} & set(re.findall(r"\| +(\w+)", await log))
+        assert not {"fastapi", "uvicorn", "pydantic"} & set(re.findall(r"\| +(\w+)", await running.log()))
 
 
 @pytest.mark.parametrize(

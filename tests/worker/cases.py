@@ -1,4 +1,4 @@
-"""The cases that `tests/references/make_worker_references.py` computes with transformers and that the tests compute with the worker."""
+"""Cases that `tests/references/make_worker_references.py` computes with transformers, and the tests with the worker."""
 
 from __future__ import annotations
 
@@ -67,6 +67,7 @@ TEXTS = [
     "it's we'll I'D don't",
     "1234567890 12,345.67",
     "\n\n1. item\n    2 x",
+    "x =  2\n\n3",
     "naïve café Zürich",
     "日本語のテキスト、中国文字",
     "한국어 문장입니다",
@@ -90,7 +91,21 @@ def spm_metadata(size: int) -> dict[str, Any]:
         tokens.append(f"<0x{byte:02X}>")
         scores.append(0.0)
         kinds.append(6)
-    words = ["▁the", "▁capital", "▁of", "▁France", "▁is", "▁Paris", "Hello", "▁Hello", "▁world", "ell", "lo", "▁▁", "ca"]
+    words = [
+        "▁the",
+        "▁capital",
+        "▁of",
+        "▁France",
+        "▁is",
+        "▁Paris",
+        "Hello",
+        "▁Hello",
+        "▁world",
+        "ell",
+        "lo",
+        "▁▁",
+        "ca",
+    ]
     pieces: list[str] = []
     for word in words:
         pieces += [word[:end] for end in range(2, len(word) + 1)]

@@ -1,4 +1,4 @@
-"""Writes tiny models for the worker's tests: safetensors folders and GGUF files, with weights that depend on the seed alone."""
+"""Writes tiny models for the worker's tests: safetensors folders and GGUF files, always with the same weights."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ _GGUF_LAYER = {
 
 
 def gguf_tensors(config: Mapping[str, Any], weights: Mapping[str, FloatArray]) -> dict[str, FloatArray]:
-    """The weights under llama.cpp's names, with the rows of q and k of llama models interleaved as its converter does."""
+    """The weights under llama.cpp's names, with the rows of llama's q and k interleaved as its converter does."""
     tensors: dict[str, FloatArray] = {}
     plain = {
         "model.embed_tokens.weight": "token_embd.weight",

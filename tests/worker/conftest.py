@@ -81,7 +81,9 @@ def new_sequence(sequence_id: int, tokens: list[int], blocks: list[int], **param
     )
 
 
-def schedule(*entries: tuple[int, int, int, bool], new_blocks: dict[int, list[int]] | None = None) -> pb.ScheduledSequences:
+def schedule(
+    *entries: tuple[int, int, int, bool], new_blocks: dict[int, list[int]] | None = None
+) -> pb.ScheduledSequences:
     """Columns out of (sequence id, start, count, samples)."""
     new_blocks = new_blocks or {}
     scheduled = pb.ScheduledSequences()

@@ -35,12 +35,12 @@ _STOP_S = 2.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program and returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: os._exit(0))  # until the server takes over, there is nothing to clean up
     try:
         if arguments[:1] == ["kv-size"]:
             return _kv_size(arguments[1:])
         config = WorkerConfig.from_values(vars(_parser().parse_args(arguments)))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: os._exit(0))  # until the server takes over, there is nothing to clean up
         _configure_logging(config.log_level)
         return asyncio.run(_serve(config))
     except (ConfigError, ModelLoadError) as error:
@@ -91,9 +91,13 @@ async def _serve(config: WorkerConfig) -> int:
 
 
 def _load(config: WorkerConfig, thread: ExecutorThread) -> Worker:
-    from octavo_worker.assembly import assemble  # imports torch, which takes most of the start
+    """Finds the model before torch is imported, which takes most of the start."""
+    from octavo_worker.loaders.source import find_model
 
-    return assemble(config, thread)
+    source = find_model(config.model)
+    from octavo_worker.assembly import assemble
+
+    return assemble(config, source, thread)
 
 
 async def _run_server(

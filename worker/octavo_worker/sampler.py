@@ -64,7 +64,7 @@ def sample(
     filtered = (cool > 0) & ((top_k > 0) | (params["top_p"] < 1) | (params["min_p"] > 0))
     if filtered.any():
         rows = torch.from_numpy(np.flatnonzero(filtered)).to(device)
-        part = chosen.index_select(0, rows)
+        part = _rows(chosen, rows)
         least = least_kept(
             part,
             torch.from_numpy(cool[filtered]).to(device),
@@ -72,7 +72,8 @@ def sample(
             torch.from_numpy(params["top_p"][filtered]).to(device),
             torch.from_numpy(params["min_p"][filtered]).to(device),
         )
-        chosen = chosen.index_copy(0, rows, part.masked_fill(part < least.unsqueeze(1), _MASKED))
+        part = part.masked_fill(part < least.unsqueeze(1), _MASKED)
+        chosen = part if len(part) == len(chosen) else chosen.index_copy(0, rows, part)
     return backend.gumbel_argmax(
         chosen,
         torch.from_numpy(cool).to(device),
@@ -89,37 +90,53 @@ def least_kept(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tenso
     """
     greatest = logits.amax(dim=1)
     least = greatest + temperatures * torch.log(min_p)  # log(0) is -inf: no bound
-    cut = (top_k > 0) | (top_p < 1)
-    if cut.any():
-        rows = cut.nonzero().squeeze(1)
-        part = logits.index_select(0, rows)
-        bound = _sorted_bound(part, temperatures[rows], top_k[rows], top_p[rows])
+    rows = ((top_k > 0) | (top_p < 1)).nonzero().squeeze(1)
+    if len(rows):
+        bound = _sorted_bound(_rows(logits, rows), temperatures[rows], top_k[rows], top_p[rows])
         least[rows] = torch.maximum(least[rows], bound)
     return torch.minimum(least, greatest)
+
+
+def _rows(values: Tensor, rows: Tensor) -> Tensor:
+    """The given rows, which ascend; not copied where they are all, since copying logits costs more than computing."""
+    return values if len(rows) == len(values) else values.index_select(0, rows)
 
 
 def _sorted_bound(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The bound of top-k and top-p. Sorts only as many logits as the rows turn out to need."""
     vocab = logits.shape[1]
-    probabilities = torch.softmax(logits / temperatures.unsqueeze(1), dim=1)
     bound = torch.empty_like(temperatures)
-    open_rows = torch.arange(len(logits), device=logits.device)
+    remaining = torch.arange(len(logits), device=logits.device)
     for count in (*(count for count in _SORTED_COUNTS if count < vocab), vocab):
-        values, ids = logits[open_rows].topk(count, dim=1)
-        sums = probabilities[open_rows].gather(1, ids).double().cumsum(dim=1)
-        k = torch.where(top_k[open_rows] > 0, top_k[open_rows], vocab)
-        inside = k <= count  # whether top-k is decided by the sorted part
-        total = torch.where(inside, sums.gather(1, (k.clamp(max=count) - 1).unsqueeze(1)).squeeze(1), 1.0)
-        mass = top_p[open_rows].double() * total
-        kept = 1 + (sums < mass.unsqueeze(1)).sum(dim=1)  # the first whose sum reaches the mass is the last kept
-        kept = torch.where(top_p[open_rows] < 1, kept, vocab).minimum(k).clamp(max=vocab)
-        done = inside | ((kept <= count) & (top_k[open_rows] == 0))
-        last = values.gather(1, (kept.clamp(max=count) - 1).unsqueeze(1)).squeeze(1)
-        bound[open_rows] = torch.where(done, last, bound[open_rows])
-        open_rows = open_rows[~done]
-        if not len(open_rows):
+        last, done = _bound_in_sorted_part(logits, temperatures, top_k, top_p, count)
+        bound[remaining[done]] = last[done]
+        remaining = remaining[~done]
+        if not len(remaining):
             break
+        keep = (~done).nonzero().squeeze(1)
+        logits, temperatures, top_k, top_p = _rows(logits, keep), temperatures[keep], top_k[keep], top_p[keep]
     return bound
+
+
+def _bound_in_sorted_part(
+    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """(bounds, whether the `count` largest logits decide them), (R,) each."""
+    vocab = logits.shape[1]
+    values, ids = logits.topk(count, dim=1)
+    k = torch.where(top_k > 0, top_k, vocab)
+    inside = k <= count
+    by_mass = top_p < 1
+    kept = k
+    if by_mass.any():
+        sums = torch.softmax(logits / temperatures.unsqueeze(1), dim=1).gather(1, ids).double().cumsum(dim=1)
+        # Top-p is a share of what top-k left: of the k-th sum, or of 1 without top-k.
+        left = torch.where(inside, sums.gather(1, (k.clamp(max=count) - 1).unsqueeze(1)).squeeze(1), 1.0)
+        needed = 1 + (sums < (top_p.double() * left).unsqueeze(1)).sum(dim=1)
+        kept = torch.where(by_mass, needed.minimum(k), k)
+    done = inside | ((top_k == 0) & (kept <= count))
+    last = values.gather(1, (kept.clamp(max=count) - 1).unsqueeze(1)).squeeze(1)
+    return last, done
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor, num_tops: IntArray) -> LogprobRows:

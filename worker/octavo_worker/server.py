@@ -76,6 +76,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         except _End as end:
             await context.abort(end.code, end.message)
         _log.info("session of router %r opened, epoch %d", session.router_name, session.epoch)
+        self._thread.submit(self._executor.reset)
         outbox = _Outbox()
         self._outboxes.add(outbox)
         tasks = [asyncio.create_task(self._read(requests, session, outbox)), asyncio.create_task(self._tick(outbox))]
@@ -89,11 +90,11 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             if end.code is not grpc.StatusCode.OK:
                 await context.abort(end.code, end.message)
         finally:
-            self._lease.end(session)
+            if self._lease.end(session):
+                self._thread.submit(self._executor.reset)  # else a successor holds it, and has reset before it began
             self._outboxes.discard(outbox)
             for task in tasks:
                 task.cancel()
-            self._thread.submit(self._executor.reset)
 
     def stop(self) -> None:
         """Ends all sessions with UNAVAILABLE and takes no new ones."""
@@ -134,6 +135,10 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         except SessionError as error:
             session.closed = True
             outbox.end(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except Exception as error:  # whatever it is, the stream must not go on without its reader
+            _log.exception("reading from router %r failed", session.router_name)
+            session.closed = True
+            outbox.end(grpc.StatusCode.INTERNAL, f"reading failed: {error}")
 
     def _order(self, request: pb.RunRequest, session: Session, outbox: _Outbox) -> None:
         """Puts a message's work into the executor's queue."""

@@ -133,11 +133,13 @@ class Lease:
         """Whether nothing was heard of a session for longer than its lease."""
         return now - session.heard_at > self.lease_s
 
-    def end(self, session: Session) -> None:
-        """Ends a session; does nothing if it has ended."""
+    def end(self, session: Session) -> bool:
+        """Ends a session. Returns whether it held the lease, which it does not if it has ended or was taken over."""
         session.closed = True
-        if self._holder is session:
-            self._holder = None
+        if self._holder is not session:
+            return False
+        self._holder = None
+        return True
 
 
 def _check_incarnation(request: pb.RunRequest, incarnation: int) -> None:

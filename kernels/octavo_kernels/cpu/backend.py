@@ -136,7 +136,7 @@ class CpuBackend:
 
     def describe(self) -> str:
         """One line for the log."""
-        return f"cpu backend: {self.isa}, {self.num_threads} threads"
+        return f"cpu backend: {self.isa}, {self.num_threads} thread{'' if self.num_threads == 1 else 's'}"
 
     def _check(self, status: int) -> None:
         if status != 0:
@@ -293,7 +293,7 @@ class CpuBackend:
 
     def move_blocks(self, source: Tensor, source_blocks: Tensor, target: Tensor, target_blocks: Tensor) -> None:
         if source.shape[1:] != target.shape[1:] or source.dtype is not target.dtype:
-            _refuse("target", target, f"blocks like the source's, {tuple(source.shape[1:])} of {source.dtype}, are needed")
+            _refuse("target", target, f"blocks of {tuple(source.shape[1:])} of {source.dtype} are needed")
         for name, pool in (("source", source), ("target", target)):
             if not pool.is_contiguous() or pool.device.type != "cpu":
                 _refuse(name, pool, "a contiguous pool on the CPU is needed")
@@ -361,6 +361,4 @@ def _describe_kv(kv: LayerKV) -> PagedKV:
         raise InvalidArgumentError(f"block_size is {block_size}; the cpu backend takes multiples of 8")
     if k.stride()[2:] != (block_size, 1) or v.stride()[2:] != (head_dim, 1) or k.stride()[:2] != v.stride()[:2]:
         _refuse("kv.k", k, "the tiles of K and V must be contiguous and laid out alike")
-    return PagedKV(
-        code, k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), num_blocks, heads, head_dim, block_size
-    )
+    return PagedKV(code, k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), num_blocks, heads, head_dim, block_size)

@@ -84,7 +84,7 @@ def load_library() -> ctypes.CDLL:
 def supported_isas() -> list[str]:
     """Instruction sets that the library has and this machine runs, most capable first."""
     library = load_library()
-    names = []
+    names: list[str] = []
     while (name := library.octavo_isa(len(names))) is not None:
         names.append(name.decode())
     return names

@@ -14,7 +14,14 @@ from octavo_worker.loaders.source import find_model
 from octavo_worker.models.decoder import Decoder
 from octavo_worker.sequences import SequenceTable
 from tests.worker.cases import MODEL_CASES, PROMPT, gguf_case, plain_vocabulary
-from tests.worker.checkpoints import gguf_metadata, gguf_tensors, tiny_config, tiny_weights, write_checkpoint, write_gguf
+from tests.worker.checkpoints import (
+    gguf_metadata,
+    gguf_tensors,
+    tiny_config,
+    tiny_weights,
+    write_checkpoint,
+    write_gguf,
+)
 from tests.worker.conftest import load_decoder
 
 LOGITS = np.load(Path(__file__).parents[1] / "data" / "logits.npz")

@@ -1,8 +1,9 @@
 """Converts the vocabulary in a GGUF file's metadata to the content of a tokenizer.json.
 
 Two kinds: "gpt2", byte-level BPE with its merges listed, and "llama", sentencepiece BPE with byte fallback, whose
-merges follow from its scores. Both tokenize as transformers does when it reads the same file. Other kinds, and
-pre-tokenizers that are not in the table, are refused by name: a wrong split gives wrong tokens without any error.
+merges follow from its scores. Both tokenize as transformers does when it reads the same file, but for "smollm", where
+every digit stands alone, which transformers leaves out. Other kinds, and pre-tokenizers that are not in the table, are
+refused by name: a wrong split gives wrong tokens without any error.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ SPLITS: dict[str, str | None] = {
     "qwen2": _QWEN2_SPLIT,
     "deepseek-r1-qwen": _QWEN2_SPLIT,
 }
+# Those that cut out every digit first, as their models were trained: it shows where spaces or lines precede a digit.
+SINGLE_DIGITS = frozenset({"smollm"})
 
 
 def tokenizer_from_gguf(file: GGUFFile) -> dict[str, Any]:
@@ -74,13 +77,14 @@ def _byte_level(file: GGUFFile, tokens: Sequence[str]) -> dict[str, Any]:
         raise ModelLoadError(f"{file.path}: metadata tokenizer.ggml.merges is missing")
     split = SPLITS[name]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split is None}
-    pre_tokenizer: dict[str, Any] = byte_level
+    steps: list[dict[str, Any]] = [byte_level]
     if split is not None:
-        regex = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
-        pre_tokenizer = {"type": "Sequence", "pretokenizers": [regex, byte_level]}
+        steps.insert(0, {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False})
+    if name in SINGLE_DIGITS:
+        steps.insert(0, {"type": "Digits", "individual_digits": True})
     return {
         "normalizer": None,
-        "pre_tokenizer": pre_tokenizer,
+        "pre_tokenizer": steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
         "post_processor": None,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": _bpe(_respelled(tokens), [merge.split(" ", 1) for merge in merges]),

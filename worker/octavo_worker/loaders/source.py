@@ -54,7 +54,11 @@ def find_model(model: str) -> ModelSource:
     if model in INSTALLED_MODELS:
         return ModelSource(model, _installed_file(model))
     if _looks_like_path(model):
-        raise ModelLoadError(f"model {model!r} was not found: there is no such file or folder")
+        known = ", ".join(INSTALLED_MODELS)
+        raise ModelLoadError(
+            f"model {model!r} was not found: it is no file or folder, none of the installed models ({known}), "
+            f"and no hub id (OWNER/NAME)"
+        )
     return ModelSource(model, _download(model))
 
 

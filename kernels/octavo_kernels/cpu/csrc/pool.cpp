@@ -196,7 +196,7 @@ void Pool::run(int64_t num_items, ItemFunction function, void* context) {
   state.drain(0);
   uint64_t gate = state.gate.fetch_and(~kOpen, std::memory_order_acq_rel);
   for (int spins = 0; (gate & kInside) != 0; ++spins) {
-    if (spins < 20000) {
+    if (spins < 2000) {
       pause_cpu();
     } else {
       std::this_thread::yield();

@@ -300,12 +300,18 @@ struct F16 {
   }
 };
 
+// Out of line: rare, and unrolled it would be most of the library.
+template <class Item>
+__attribute__((noinline)) void copy_items(Item* to, const Item* from, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = from[i];
+}
+
 // The first n (1..16) items; the other lanes are zero and memory behind them is not touched.
 template <class T>
 OCTAVO_INLINE F read_some(const typename T::item* p, int64_t n) {
   if (n >= kLanes) return T::read(p);
   typename T::item lanes[kLanes] = {};
-  for (int64_t i = 0; i < n; ++i) lanes[i] = p[i];
+  copy_items(lanes, p, n);
   return T::read(lanes);
 }
 template <class T>
@@ -313,7 +319,7 @@ OCTAVO_INLINE void write_some(typename T::item* p, F a, int64_t n) {
   if (n >= kLanes) return T::write(p, a);
   typename T::item lanes[kLanes];
   T::write(lanes, a);
-  for (int64_t i = 0; i < n; ++i) p[i] = lanes[i];
+  copy_items(p, lanes, n);
 }
 
 // Calls f with a value of the type that stands for dtype.

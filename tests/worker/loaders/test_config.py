@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.errors import ModelLoadError
+from octavo_worker.loaders.config import config_from_hf
+from tests.worker.checkpoints import tiny_config
+
+
+def test_shape_is_taken_over() -> None:
+    config = config_from_hf(tiny_config(eos_token_id=[1, 5]), "config.json")
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 8)
+    assert config.eos_token_ids == (1, 5)
+    assert config.dtype == "float32"
+    assert config.kv_bytes_per_token("bfloat16") == 2 * 2 * 2 * 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_len"),
+    [
+        ({}, 128),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 512),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 256),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}, 128),
+        ({"rope_scaling": {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}}, 256),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16}}, 128),
+    ],
+)
+def test_longest_sequence_is_the_scaled_one(changes: dict[str, Any], max_len: int) -> None:
+    assert config_from_hf(tiny_config(**changes), "config.json").max_model_len == max_len
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "windows"),
+    [
+        ("llama", {"sliding_window": 16}, (None, None)),
+        ("mistral", {"sliding_window": 16}, (16, 16)),
+        ("mistral", {"sliding_window": None}, (None, None)),
+        ("qwen2", {"sliding_window": 16}, (None, None)),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, (None, 16)),
+        (
+            "qwen3",
+            {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+            (16, None),
+        ),
+    ],
+)
+def test_sliding_windows(family: str, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert config_from_hf(tiny_config(family, **changes), "config.json").sliding_windows == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["MixtralForCausalLM"]}, "architecture 'MixtralForCausalLM' is not supported"),
+        ({"architectures": None}, "architecture 'llama' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"num_local_experts": 8}, "num_local_experts is 8"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "needs a positive factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"hidden_size": "32"}, "hidden_size is '32'"),
+        ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
+        ({"head_dim": 7}, "head_dim is 7"),
+        ({"num_hidden_layers": 0}, "num_layers is 0"),
+    ],
+)
+def test_what_the_decoder_does_not_do_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message) as error:
+        config_from_hf(tiny_config(**changes), "some/config.json")
+    assert error.value.message.startswith("some/config.json: ")

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from octavo.config import WorkerConfig
+from octavo.errors import ConfigError
+from octavo_worker.device import free_memory, resolve_device, resolve_dtype
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
+    with pytest.raises(ConfigError, match="torch finds no CUDA device; use --device cpu"):
+        resolve_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_device("auto") == torch.device("cuda")
+    assert free_memory(torch.device("cpu")) > 0
+
+
+def test_dtypes() -> None:
+    assert resolve_dtype(WorkerConfig(), "bfloat16") == ("bfloat16", torch.bfloat16)
+    assert resolve_dtype(WorkerConfig(dtype="float16"), "bfloat16") == ("float16", torch.float16)
+    with pytest.raises(ConfigError, match="the checkpoint's dtype is 'float64'; give --dtype"):
+        resolve_dtype(WorkerConfig(), "float64")

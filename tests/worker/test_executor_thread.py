@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from octavo_worker.executor_thread import ExecutorThread
+
+
+@pytest.fixture
+def thread() -> Iterator[ExecutorThread]:
+    thread = ExecutorThread()
+    yield thread
+    assert thread.stop(10)
+
+
+def test_jobs_run_in_order_on_one_thread(thread: ExecutorThread) -> None:
+    seen: list[int] = []
+    futures = [thread.submit(lambda value=value: seen.append(value) or threading.get_ident()) for value in range(50)]
+    assert len({future.result(10) for future in futures}) == 1
+    assert seen == list(range(50))
+
+
+def test_exception_is_the_futures_and_the_thread_goes_on(thread: ExecutorThread) -> None:
+    with pytest.raises(ZeroDivisionError):
+        thread.submit(lambda: 1 // 0).result(10)
+    assert thread.submit(lambda: 5).result(10) == 5
+
+
+def test_busy_and_tick_tell_what_the_thread_does(thread: ExecutorThread) -> None:
+    entered, leave = threading.Event(), threading.Event()
+    future = thread.submit(lambda: (entered.set(), leave.wait(10)))
+    assert entered.wait(10)
+    hanging = thread.tick
+    assert thread.busy
+    thread.advance()
+    assert thread.tick == hanging + 1
+    leave.set()
+    future.result(10)
+    thread.submit(lambda: None).result(10)
+    assert thread.tick > hanging + 1

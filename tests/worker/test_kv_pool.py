@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from octavo.config import GIB, WorkerConfig
+from octavo.errors import ConfigError
+from octavo_kernels import Backend, KVLayout
+from octavo_worker.kv_pool import KVPool, PoolSize, size_pool
+
+LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype=torch.bfloat16)
+CPU, CUDA = torch.device("cpu"), torch.device("meta")  # a device that is not the CPU; none is used
+
+
+def sized(device: torch.device = CPU, *, free: int = 10 * GIB, weights: int = GIB, **settings: Any) -> PoolSize:
+    return size_pool(
+        WorkerConfig(**settings),
+        LAYOUT,
+        device,
+        free_at_start=free,
+        free_now=free - weights,
+        free_host=free - weights,
+    )
+
+
+def test_bytes_of_a_block() -> None:
+    assert LAYOUT.bytes_per_block == 2 * 30 * 3 * 64 * 16 * 2 == 368_640
+
+
+def test_cap_holds_on_the_cpu_only() -> None:
+    assert sized().num_device_blocks == 4 * GIB // 368_640
+    assert sized(kv_cache_memory=1.5).num_device_blocks == int(1.5 * GIB) // 368_640
+    assert sized(kv_cache_memory=0).num_device_blocks == 8 * GIB // 368_640  # 0.9 x 10 GiB - 1 GiB of weights
+    assert sized(CUDA).num_device_blocks == 8 * GIB // 368_640
+
+
+def test_utilization_counts_the_weights() -> None:
+    size = sized(kv_cache_memory=0, gpu_memory_utilization=0.5, weights=2 * GIB)
+    assert size.num_device_blocks == 3 * GIB // 368_640
+
+
+def test_host_tier_beside_the_cap() -> None:
+    size = sized(swap_space=2)
+    assert (size.num_device_blocks, size.num_host_blocks) == (4 * GIB // 368_640, 2 * GIB // 368_640)
+
+
+def test_tiers_share_what_is_too_little_for_both() -> None:
+    size = sized(free=5 * GIB, weights=int(0.5 * GIB), swap_space=4, kv_cache_memory=4)  # 4 GiB for wishes of 8
+    assert size.num_device_blocks == size.num_host_blocks == 2 * GIB // 368_640
+
+
+def test_asked_number_of_blocks() -> None:
+    assert sized(num_device_blocks=7) == PoolSize(7, 0)
+    with pytest.raises(
+        ConfigError, match=r"num_device_blocks is 1000000: .*343\.32 GiB, but only 8\.00 GiB of 9\.00 GiB"
+    ):
+        sized(num_device_blocks=1_000_000)
+
+
+def test_too_little_memory_is_refused_with_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"4 blocks of 16 tokens need 1\.41 MiB; free memory is 1\.00 MiB"):
+        sized(free=1 << 20, weights=0)
+    with pytest.raises(ConfigError, match=r"swap_space is 100\.00 GiB, but only 9\.00 GiB are free on the host"):
+        sized(CUDA, swap_space=100)
+
+
+def test_blocks_move_between_tiers(backend: Backend) -> None:
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=8, dtype=torch.float32)
+    pool = KVPool(layout, PoolSize(5, 3), backend)
+    assert pool.device.shape == (5, 2, 2, 1, 32)
+    assert not pool.device.any()
+    pool.device[1], pool.device[4] = 1.0, 4.0
+    moved = pool.swap_out(torch.tensor([4, 1]), torch.tensor([0, 2]))
+    assert moved == 2 * layout.bytes_per_block
+    pool.device.zero_()
+    assert pool.swap_in(torch.tensor([0]), torch.tensor([3])) == layout.bytes_per_block
+    pool.copy(torch.tensor([3]), torch.tensor([0]))
+    assert [float(block.mean()) for block in pool.device] == [4, 0, 0, 4, 0]

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+
+from octavo.worker.v1 import worker_pb2 as pb
+from octavo.worker.v1 import worker_pb2_grpc as pb_grpc
+from octavo_worker.main import main
+from tests.worker.checkpoints import tiny_config, write_checkpoint
+
+COMMAND = [sys.executable, "-m", "octavo_worker"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "tiny", tiny_config())
+
+
+def refused(*arguments: str) -> str:
+    """The one line on stderr of a program that must exit with 2."""
+    done = subprocess.run([*COMMAND, *arguments, "--log-level=warning"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serves_until_a_signal_comes(model: Path, tmp_path: Path, number: signal.Signals) -> None:
+    path = tmp_path / "w.sock"
+    flags = [f"--model={model}", f"--listen=unix:{path}", "--num-device-blocks=9", "--worker-name=w3", "--block-size=8"]
+    with subprocess.Popen([*COMMAND, *flags, "--swap-space=0.001"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith(f"w3 ready on unix:{path}: model tiny, float32, kernels ")
+        assert "KV pool 9 blocks x 8 tokens" in line
+        with grpc.insecure_channel(f"unix:{path}") as channel:
+            description = pb_grpc.WorkerServiceStub(channel).Describe(pb.DescribeRequest(), timeout=20)
+        process.send_signal(number)
+        assert process.wait(20) == 0
+    assert not path.exists()
+    assert description.kv_memory.bytes_per_block == 2 * 2 * 2 * 8 * 8 * 4
+    assert description.kv_memory.host_block_count == (1 << 30) // 1000 // 2048
+    assert list(description.capabilities) == [pb.CAPABILITY_SWAP]
+    assert (description.model.architecture, description.model.vocab_size) == ("LlamaForCausalLM", 96)
+    assert description.model.max_model_len == 128
+    assert description.incarnation != 0
+    assert (description.max_plans_in_flight, description.lease_ms) == (2, 10_000)
+    assert description.max_batched_token_count == 512
+
+
+def test_model_that_is_not_there() -> None:
+    assert "model '/no/such/model' was not found" in refused("--model=/no/such/model", "--listen=127.0.0.1:0")
+
+
+def test_port_in_use_fails_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert refused("--model=/no/such/model", f"--listen={listen}").endswith(
+            f"cannot listen on {listen}: the address is in use or is not this machine's"
+        )
+
+
+def test_pool_that_does_not_fit(model: Path) -> None:
+    line = refused(f"--model={model}", "--listen=127.0.0.1:0", "--num-device-blocks=1000000000")
+    assert "num_device_blocks is 1000000000" in line
+
+
+def test_setting_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--block-size=12"]) == 2
+    assert capsys.readouterr().err == "octavo-worker: block_size is 12; it must be 8, 16 or 32\n"
+
+
+def test_kv_size(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kv-size", f"--model={model}", "--dtype=bfloat16", "--block-size=8", "--tokens=9"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer == {
+        "model": "tiny",
+        "dtype": "bfloat16",
+        "num_layers": 2,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "bytes_per_element": 2,
+        "block_size": 8,
+        "bytes_per_token": 128,
+        "bytes_per_block": 1024,
+        "max_model_len": 128,
+        "bytes_per_max_model_len": 16_384,
+        "tokens": 9,
+        "bytes": 2048,
+    }
+
+
+def test_kv_size_needs_no_torch() -> None:
+    code = "import sys; from octavo_worker.main import main; main(['kv-size']); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["bytes_per_token"] == 23_040  # 2 x 30 layers x 3 KV heads x 64 x 2 bytes

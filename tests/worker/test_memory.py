@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from octavo_worker.memory import MemoryPaths, free_host_memory
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> MemoryPaths:
+    """A machine with 1000 MiB available, and no control groups yet."""
+    write(tmp_path / "proc" / "meminfo", f"MemTotal: 2048000 kB\nMemFree: 100 kB\nMemAvailable: {1000 * 1024} kB\n")
+    (tmp_path / "cgroup").mkdir()
+    return MemoryPaths(tmp_path / "proc", tmp_path / "cgroup")
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_without_control_groups(paths: MemoryPaths) -> None:
+    assert free_host_memory(paths) == 1000 * MIB
+
+
+def test_version_2_counts_file_cache_as_free(paths: MemoryPaths) -> None:
+    write(paths.proc / "self" / "cgroup", "0::/pod/worker\n")
+    group = paths.cgroup / "pod" / "worker"
+    write(group / "memory.max", f"{600 * MIB}\n")
+    write(group / "memory.current", f"{500 * MIB}\n")
+    write(group / "memory.stat", f"anon 1\ninactive_file {200 * MIB}\nactive_file {50 * MIB}\n")
+    assert free_host_memory(paths) == 350 * MIB
+
+
+def test_version_2_limit_of_a_group_above(paths: MemoryPaths) -> None:
+    write(paths.proc / "self" / "cgroup", "0::/pod/worker\n")
+    for group, limit in ((paths.cgroup / "pod", str(300 * MIB)), (paths.cgroup / "pod" / "worker", "max")):
+        write(group / "memory.max", limit)
+        write(group / "memory.current", str(100 * MIB))
+    assert free_host_memory(paths) == 200 * MIB
+
+
+def test_version_2_in_a_container_whose_path_is_the_hosts(paths: MemoryPaths) -> None:
+    write(paths.proc / "self" / "cgroup", "0::/system.slice/docker-123.scope\n")
+    write(paths.cgroup / "memory.max", str(256 * MIB))
+    write(paths.cgroup / "memory.current", str(56 * MIB))
+    assert free_host_memory(paths) == 200 * MIB
+
+
+def test_version_1(paths: MemoryPaths) -> None:
+    write(paths.proc / "self" / "cgroup", "5:cpu,cpuacct:/x\n4:memory:/docker/abc\n")
+    group = paths.cgroup / "memory" / "docker" / "abc"
+    write(group / "memory.limit_in_bytes", str(512 * MIB))
+    write(group / "memory.usage_in_bytes", str(400 * MIB))
+    write(group / "memory.stat", f"cache 5\ntotal_inactive_file {80 * MIB}\ntotal_active_file 0\n")
+    assert free_host_memory(paths) == 192 * MIB
+
+
+def test_version_1_without_a_limit(paths: MemoryPaths) -> None:
+    write(paths.proc / "self" / "cgroup", "4:memory:/\n")
+    write(paths.cgroup / "memory" / "memory.limit_in_bytes", "9223372036854771712")
+    write(paths.cgroup / "memory" / "memory.usage_in_bytes", "5")
+    assert free_host_memory(paths) == 1000 * MIB
+
+
+def test_group_over_its_limit_has_nothing_free(paths: MemoryPaths) -> None:
+    write(paths.proc / "self" / "cgroup", "0::/\n")
+    write(paths.cgroup / "memory.max", "100")
+    write(paths.cgroup / "memory.current", "200")
+    assert free_host_memory(paths) == 0
+
+
+def test_this_machine_has_memory() -> None:
+    assert free_host_memory() > 0

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from octavo_kernels import Backend
+from octavo_worker.sampler import finite_rows, least_kept, log_probabilities, sample
+from octavo_worker.sequences import PARAMS_DTYPE
+
+
+def params_of(*rows: dict[str, Any]) -> np.ndarray:
+    params = np.zeros(len(rows), PARAMS_DTYPE)
+    params["top_p"] = 1
+    for index, row in enumerate(rows):
+        for key, value in row.items():
+            params[key][index] = value
+    return params
+
+
+def kept(
+    logits: list[float], *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> list[int]:
+    """The ids that the filters keep."""
+    row = torch.tensor([logits])
+    least = least_kept(
+        row, torch.tensor([temperature]), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
+    )
+    return (row[0] >= least[0]).nonzero().squeeze(1).tolist()
+
+
+LOGITS = [float(np.log(share)) for share in (0.1, 0.4, 0.2, 0.3)]
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 1}, [1]),
+        ({"top_k": 4}, [0, 1, 2, 3]),
+        ({"top_p": 0.65}, [1, 3]),
+        ({"top_p": 0.75}, [1, 2, 3]),
+        ({"top_p": 1e-9}, [1]),
+        ({"top_p": 0.0}, [1]),
+        ({"min_p": 0.6}, [1, 3]),
+        ({"min_p": 1.0}, [1]),
+        ({"top_k": 3, "top_p": 0.75}, [1, 3]),  # 0.4 and 0.3 of 0.9 reach 0.75
+        ({"top_k": 3, "top_p": 0.8}, [1, 2, 3]),
+        ({"top_p": 0.75, "min_p": 0.7}, [1, 3]),
+        ({"temperature": 0.5, "top_p": 0.8}, [1, 3]),  # 0.16 and 0.09 of 0.3
+        ({"temperature": 0.5, "min_p": 0.3}, [1, 3]),
+    ],
+)
+def test_filters(filters: dict[str, Any], expected: list[int]) -> None:
+    assert kept(LOGITS, **filters) == expected
+
+
+def test_equal_logits_at_the_edge_are_all_kept() -> None:
+    assert kept([1.0, 2.0, 2.0, 0.0], top_k=1) == [1, 2]
+    assert kept([1.0, 2.0, 2.0, 0.0], min_p=1.0) == [1, 2]
+
+
+def test_large_vocabularies_are_cut_where_a_full_sort_cuts() -> None:
+    logits = torch.randn(6, 9000, generator=torch.Generator().manual_seed(1)) * torch.tensor([[8.0, 4, 2, 1, 0.1, 0]]).T
+    for top_p in (0.3, 0.9, 0.999):
+        for top_k in (0, 3, 300, 5000):
+            least = least_kept(logits, torch.ones(6), torch.full((6,), top_k), torch.full((6,), top_p), torch.zeros(6))
+            for row, bound in zip(logits, least, strict=True):
+                values = row.sort(descending=True).values[: top_k or None]
+                sums = values.double().softmax(0).cumsum(0)
+                expected = int((sums < top_p).sum()) + 1
+                real = int((row >= bound).sum())
+                ties = int((row == values[min(expected, len(values)) - 1]).sum())
+                assert abs(real - expected) <= ties  # a rounding of the sum may move the edge by one token
+
+
+EXTREMES = [
+    {"temperature": 1e-12},
+    {"temperature": 1e-40},
+    {"temperature": 1e4},
+    {"temperature": 1.0, "min_p": 1.0},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "top_k": 10**9},
+    {"temperature": 1.0, "top_p": 1e-9},
+    {"temperature": 2e-5, "top_p": 0.5, "top_k": 7, "min_p": 0.5},
+    {"temperature": 0.0, "top_p": 0.1, "top_k": 2, "min_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("scale", [1.0, 1e4, 0.0])
+def test_extreme_values_give_a_valid_id(extreme: dict[str, Any], scale: float, backend: Backend) -> None:
+    logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(2)) * scale
+    ids = sample(logits, params_of(*[{**extreme, "seed": seed} for seed in range(3)]), np.arange(3), {}, backend)
+    assert ids.shape == (3,)
+    assert bool(((ids >= 0) & (ids < 500)).all())
+
+
+def test_tiny_temperature_is_greedy(backend: Backend) -> None:
+    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(3))
+    params = params_of(*[{"temperature": t, "seed": 5} for t in (0.0, 1e-12, 1e-40, 9e-6)])
+    assert sample(logits, params, np.arange(4), {}, backend).tolist() == logits.argmax(1).tolist()
+
+
+def test_row_does_not_depend_on_its_neighbours(backend: Backend) -> None:
+    rows = [
+        {"temperature": 0.8, "top_p": 0.9, "seed": 1},
+        {"temperature": 0.0},
+        {"temperature": 1.5, "top_k": 400, "seed": 3},
+        {"temperature": 1.0, "min_p": 0.05, "seed": -4},
+        {"temperature": 3.0, "top_p": 0.99, "seed": 5},
+    ]
+    logits = torch.randn(5, 9000, generator=torch.Generator().manual_seed(4)) * 3
+    positions = np.array([4, 100, 7, 8, 9])
+    suppressed = {2: np.array([5, 6])}
+    together = sample(logits, params_of(*rows), positions, suppressed, backend).tolist()
+    tops = np.array([3, 0, 5, 1, 2])
+    rows_together = log_probabilities(logits, torch.tensor(together), tops)
+    for index, row in enumerate(rows):
+        one = logits[index : index + 1].clone()
+        own = {0: suppressed[index]} if index in suppressed else {}
+        token = sample(one, params_of(row), positions[index : index + 1], own, backend)
+        assert token.tolist() == together[index : index + 1]
+        alone = log_probabilities(one, token, tops[index : index + 1])
+        assert torch.equal(alone.logprobs, rows_together.logprobs[index : index + 1])
+        assert torch.equal(alone.top_ids[0], rows_together.top_ids[index, : tops[index]])
+        assert torch.equal(alone.top_logprobs[0], rows_together.top_logprobs[index, : tops[index]])
+
+
+def test_seed_and_position_choose_the_token(backend: Backend) -> None:
+    logits = torch.zeros(1, 1000)
+    params = params_of({"temperature": 1.0, "seed": 11})
+    drawn = {position: sample(logits, params, np.array([position]), {}, backend).item() for position in range(20)}
+    assert len(set(drawn.values())) > 15
+    assert sample(logits, params, np.array([3]), {}, backend).item() == drawn[3]
+    assert sample(logits, params_of({"temperature": 1.0, "seed": 12}), np.array([3]), {}, backend).item() != drawn[3]
+
+
+def test_frequencies_follow_the_probabilities(backend: Backend) -> None:
+    logits = torch.tensor([LOGITS]).repeat(4000, 1)
+    params = params_of(*[{"temperature": 1.0, "seed": 1}] * 4000)
+    counts = torch.bincount(sample(logits, params, np.arange(4000), {}, backend), minlength=4) / 4000
+    assert counts.tolist() == pytest.approx([0.1, 0.4, 0.2, 0.3], abs=0.03)
+
+
+def test_suppressed_tokens_are_never_given_and_logits_stay(backend: Backend) -> None:
+    logits = torch.tensor([[1.0, 5.0, 4.0], [1.0, 5.0, 4.0]])
+    before = logits.clone()
+    ids = sample(logits, params_of({}, {}), np.array([0, 0]), {0: np.array([1])}, backend)
+    assert ids.tolist() == [2, 1]
+    assert torch.equal(logits, before)
+
+
+def test_log_probabilities() -> None:
+    rows = log_probabilities(torch.tensor([LOGITS, LOGITS]), torch.tensor([0, 3]), np.array([2, 0]))
+    assert rows.logprobs.exp().tolist() == pytest.approx([0.1, 0.3])
+    assert rows.top_ids.tolist()[0] == [1, 3]
+    assert rows.top_logprobs[0].exp().tolist() == pytest.approx([0.4, 0.3])
+    assert rows.num_tops.tolist() == [2, 0]
+
+
+def test_finite_rows() -> None:
+    logits = torch.zeros(4, 10)
+    logits[1, 3], logits[2, 9], logits[3, 0] = float("nan"), float("inf"), float("-inf")
+    assert finite_rows(logits).tolist() == [True, False, False, False]

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.worker.v1 import worker_pb2 as pb
+from octavo_worker.sequences import RaggedRows, SequenceTable
+
+PARAMS = pb.SequenceParams(temperature=0.5, top_p=0.9, seed=(1 << 64) - 1, suppressed_token_ids=[3, 4])
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(0, 99), max_size=40), st.booleans()), max_size=40))
+def test_rows_behave_like_lists(changes: list[tuple[int, list[int], bool]]) -> None:
+    rows, model = RaggedRows(5, num_items=8), [[] for _ in range(5)]
+    for row, values, replaces in changes:
+        if replaces:
+            rows.set(row, np.array(values, np.int32))
+            model[row] = list(values)
+        elif not values:
+            rows.clear(row)
+            model[row] = []
+        else:
+            rows.append(ints(row), ints(len(values)), np.array(values, np.int32))
+            model[row] = model[row] + values
+        assert [rows.get(index).tolist() for index in range(5)] == model
+        assert rows.lengths.tolist() == [len(items) for items in model]
+
+
+def test_many_rows_at_once() -> None:
+    rows = RaggedRows(3)
+    rows.append(ints(2, 0, 1), ints(2, 0, 3), np.array([1, 2, 3, 4, 5], np.int32))
+    rows.append(ints(0, 2), ints(1, 1), np.array([9, 8], np.int32))
+    assert rows.padded(ints(1, 0, 2), 4).tolist() == [[3, 4, 5, 0], [9, 0, 0, 0], [1, 2, 8, 0]]
+    assert rows.padded(ints(1), 2).tolist() == [[3, 4]]
+    assert rows.gather(ints(2, 1), ints(1, 0), ints(2, 2)).tolist() == [2, 8, 3, 4]
+
+
+def test_table_keeps_and_replaces_sequences() -> None:
+    table = SequenceTable(1)
+    row = table.put(7, np.array([1, 2], np.int32), np.array([5], np.int32), 2, PARAMS)
+    assert table.find([7, 8]).tolist() == [row, -1]
+    assert table.params[row]["seed"] == -1
+    assert table.params[row]["has_suppressed"]
+    assert table.suppressed[row].tolist() == [3, 4]
+    assert table.put(7, np.array([9], np.int32), np.array([], np.int32), 1, pb.SequenceParams()) == row
+    assert table.tokens.get(row).tolist() == [9]
+    assert row not in table.suppressed
+
+
+def test_table_grows_and_reuses_rows() -> None:
+    table = SequenceTable(2)
+    for sequence_id in range(9):
+        table.put(sequence_id, np.full(3, sequence_id, np.int32), np.array([], np.int32), 3, PARAMS)
+    for sequence_id in range(0, 9, 2):
+        table.remove(sequence_id)
+    table.remove(100)
+    for sequence_id in (1, 3, 5, 7):
+        assert table.tokens.get(int(table.find([sequence_id])[0])).tolist() == [sequence_id] * 3
+    row = table.put(20, np.array([1], np.int32), np.array([], np.int32), 1, pb.SequenceParams())
+    assert len(table.params) == 16
+    assert row not in table.suppressed
+
+
+def test_memory_stays_bounded_while_sequences_come_and_go() -> None:
+    table = SequenceTable(4)
+    for sequence_id in range(500):
+        table.put(sequence_id, np.zeros(700, np.int32), np.zeros(44, np.int32), 700, PARAMS)
+        table.tokens.append(table.find([sequence_id]), ints(400), np.zeros(400, np.int32))
+        table.remove(sequence_id)
+    assert len(table.tokens._data) <= 1 << 14
+    assert len(table.params) == 4

@@ -1,0 +1,76 @@
+"""Measures at the start how fast this worker computes prompts and swaps, between which a router has to choose.
+
+It also warms up. It computes in the pool's first blocks, which hold nothing yet, and leaves zeros in them.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from octavo.worker.v1 import worker_pb2 as pb
+from octavo_kernels import Backend
+from octavo_worker.batch import build_batch
+from octavo_worker.kv_pool import KVPool
+from octavo_worker.models.decoder import Decoder
+from octavo_worker.sequences import SequenceTable
+
+_WARM_UP_TOKENS, _MEASURED_TOKENS = 16, 128
+_WARM_UP_LIMIT_S = 0.15  # a model whose warm-up takes longer is not measured: it would hold up the start
+_SWAPPED_BYTES = 16 << 20
+
+
+@torch.inference_mode()
+def measure_prefill(decoder: Decoder, pool: KVPool, backend: Backend) -> float:
+    """Tokens of prompt a second, after a small pass that warms up; 0 where measuring would take long."""
+    seconds = _time_pass(decoder, pool, backend, _WARM_UP_TOKENS)
+    num_blocks = -(-_MEASURED_TOKENS // pool.layout.block_size)
+    rate = 0.0
+    if seconds < _WARM_UP_LIMIT_S and num_blocks <= pool.size.num_device_blocks:
+        rate = _MEASURED_TOKENS / _time_pass(decoder, pool, backend, _MEASURED_TOKENS)
+    pool.device[:num_blocks].zero_()
+    return rate
+
+
+def measure_swap(pool: KVPool) -> float:
+    """Bytes a second between device and host, of the slower direction; 0 without a host tier."""
+    num_blocks = min(pool.size.num_device_blocks, pool.size.num_host_blocks)
+    num_blocks = min(num_blocks, max(_SWAPPED_BYTES // pool.layout.bytes_per_block, 1))
+    if not num_blocks:
+        return 0.0
+    blocks = torch.arange(num_blocks)
+    pool.swap_out(blocks, blocks)  # first touches of memory cost more than the move, and are not to be measured
+    pool.swap_in(blocks, blocks)
+    slowest = 0.0
+    for move in (pool.swap_out, pool.swap_in):
+        started = time.monotonic()
+        moved = move(blocks, blocks)
+        if pool.device.device.type == "cuda":
+            torch.cuda.synchronize()
+        slowest = max(slowest, time.monotonic() - started)
+    return moved / slowest
+
+
+def _time_pass(decoder: Decoder, pool: KVPool, backend: Backend, num_tokens: int) -> float:
+    """Seconds that one prompt of this many tokens, or as many as fit, takes."""
+    block_size = pool.layout.block_size
+    num_tokens = min(num_tokens, pool.size.num_device_blocks * block_size, decoder.config.max_model_len)
+    table = SequenceTable(1)
+    tokens = (np.arange(num_tokens) % decoder.config.vocab_size).astype(np.int32)
+    blocks = np.arange(-(-num_tokens // block_size), dtype=np.int32)
+    row = np.array([table.put(0, tokens, blocks, num_tokens, pb.SequenceParams())])
+    counts = np.array([num_tokens])
+    batch = build_batch(table, row, np.zeros_like(counts), counts, block_size=block_size, device=backend.device)
+    started = time.monotonic()
+    logits = decoder.forward(
+        batch.token_ids,
+        batch.attention,
+        pool.device,
+        pool.layout,
+        torch.tensor([num_tokens - 1], device=backend.device),
+        prompt_lens=batch.prompt_lens,
+    )
+    logits.cpu()  # waits for the device
+    return time.monotonic() - started
