@@ -35,10 +35,10 @@ def refused(*arguments: str) -> str:
 def test_serves_until_a_signal_comes(model: Path, tmp_path: Path, number: signal.Signals) -> None:
     path = tmp_path / "w.sock"
     flags = [f"--model={model}", f"--listen=unix:{path}", "--num-device-blocks=9", "--worker-name=w3", "--block-size=8"]
-    with subprocess.Popen([*COMMAND, *flags, "--swap-space=0.001"], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith(f"w3 ready on unix:{path}: model tiny, float32, kernels ")
+    with subprocess.Popen([*COMMAND, *flags, "--swap-space=0.001"], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if " ready on " in line)
+        assert f"w3 ready on unix:{path}: model tiny, float32, kernels " in line
         assert "KV pool 9 blocks x 8 tokens" in line
         with grpc.insecure_channel(f"unix:{path}") as channel:
             description = pb_grpc.WorkerServiceStub(channel).Describe(pb.DescribeRequest(), timeout=20)

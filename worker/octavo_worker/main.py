@@ -115,7 +115,7 @@ async def _run_server(
     servicer = WorkerServicer(worker.executor, thread, lease, worker.description, worker.tokenizer)
     health = await add_services(server, servicer)
     await server.start()
-    print(f"{config.worker_name} ready on {address}: {worker.summary()}", flush=True)
+    _log.info("%s ready on %s: %s", config.worker_name, address, worker.summary())
     await stop.wait()
     _log.info("shutting down")
     await health.enter_graceful_shutdown()
