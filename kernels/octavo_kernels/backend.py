@@ -48,6 +48,10 @@ class KVLayout:
         """Shape of a pool tensor of `num_blocks` blocks."""
         return (num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size * self.head_dim)
 
+    def layers(self, pool: Tensor) -> tuple[LayerKV, ...]:
+        """The K and V views of every layer, no copy. To be made once for a pool: backends remember what they learn."""
+        return tuple(self.layer(pool, index) for index in range(self.num_layers))
+
     def layer(self, pool: Tensor, layer: int) -> LayerKV:
         """The K and V views of one layer, no copy."""
         k = pool[:, layer, 0].unflatten(-1, (self.head_dim, self.block_size))
@@ -113,7 +117,7 @@ class Backend(Protocol):
     row_invariant: bool
 
     def describe(self) -> str:
-        """One line for the log: the backend, how it computes and on how many threads."""
+        """The backend, where and how it computes and on how many threads, for people: "cpu (avx2, 4 threads)"."""
         ...
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:

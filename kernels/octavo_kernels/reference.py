@@ -64,8 +64,10 @@ class ReferenceBackend:
         self.device = torch.device(device)
 
     def describe(self) -> str:
-        """One line for the log."""
-        return f"reference backend: plain torch on {self.device}"
+        """See `Backend.describe`."""
+        threads = torch.get_num_threads()
+        on_cpu = f", {threads} thread{'' if threads == 1 else 's'}" if self.device.type == "cpu" else ""
+        return f"reference ({self.device}{on_cpu})"
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
         return ReferenceLinear(weight, bias)

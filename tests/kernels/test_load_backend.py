@@ -5,6 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -29,7 +32,7 @@ def test_auto_prefers_the_native_backend(native):
     backend = load_backend(num_threads=2)
     assert backend.name == "cpu"
     assert backend.row_invariant
-    assert backend.describe() == f"cpu backend: {library.supported_isas()[0]}, 2 threads"
+    assert backend.describe() == f"cpu ({library.supported_isas()[0]}, 2 threads)"
     assert available_backends() == {"cpu": None, "reference": None}
 
 
@@ -68,7 +71,7 @@ def test_the_native_backend_is_for_the_cpu(native):
 def test_instruction_set_by_environment(native, monkeypatch):
     native()
     monkeypatch.setenv(library.ISA_VARIABLE, "generic")
-    assert load_backend("cpu", num_threads=1).describe() == "cpu backend: generic, 1 thread"
+    assert load_backend("cpu", num_threads=1).describe() == "cpu (generic, 1 thread)"
     monkeypatch.setenv(library.ISA_VARIABLE, "sse9")
     with pytest.raises(BackendUnavailableError, match="'sse9' is not available"):
         load_backend("cpu")
@@ -107,6 +110,34 @@ def test_a_forked_child_computes_too(native):
         os._exit(0 if torch.equal(layer(x), expected) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert torch.equal(layer(x), expected)
+
+
+THREADS_THAT_CANNOT_START = """
+import resource, signal, torch
+from octavo_kernels import KernelError, load_backend
+backend = load_backend("cpu", num_threads=4)
+pool, blocks = torch.zeros(64, 65536), torch.arange(64)
+pages = int(open("/proc/self/statm").read().split()[0])
+before = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, ((pages << 12) + (2 << 20), before[1]))  # less than a thread's stack
+try:
+    backend.move_blocks(pool, blocks[:32], pool, blocks[32:])
+except KernelError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_AS, before)
+assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+pool[:32] = 1
+backend.move_blocks(pool, blocks[:32], pool, blocks[32:])
+assert bool((pool == 1).all())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits a process's memory")
+def test_threads_that_cannot_start_are_an_error_and_are_tried_again(native):
+    native()
+    done = subprocess.run([sys.executable, "-c", THREADS_THAT_CANNOT_START], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"cannot start compute thread [234] of 4: .+\n", done.stdout)
 
 
 def test_backends_and_layers_are_freed(native):

@@ -154,6 +154,19 @@ def test_fork_of_an_unknown_parent_fails_the_child_alone(executor: Executor) -> 
     }
 
 
+def test_fork_of_a_parent_that_failed_before_ends_the_child_that_it_replaces(executor: Executor) -> None:
+    executor.execute(pb.StepPlan(new_sequences=[new_sequence(1, [1, 96], [0])]))  # fails
+    prefill(executor, new_sequence(2, PROMPT, [2, 3]))
+    forks = pb.Forks(
+        parent_sequence_ids=[1], child_sequence_ids=[2], token_ids=[9], block_counts=[2], block_ids=[0, 1],
+        token_counts=[2],
+    )  # fmt: skip
+    result = executor.execute(pb.StepPlan(forks=forks, scheduled=schedule((2, 10, 1, True))))
+    assert not result.sequence_ids
+    assert not result.errors
+    assert 2 not in executor.table.rows
+
+
 BAD_SEQUENCES = {
     "token beyond the vocabulary": (new_sequence(5, [1, 96], [9]), "token 96 at position 1"),
     "no tokens": (new_sequence(5, [], [9]), "prompt_token_count is 0 for 0 tokens"),

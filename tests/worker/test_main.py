@@ -97,6 +97,13 @@ def test_kv_size(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+def test_kv_size_of_a_dtype_that_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_checkpoint(tmp_path / "tiny", tiny_config(torch_dtype="float64"))
+    assert main(["kv-size", f"--model={folder}"]) == 2
+    assert "the checkpoint's dtype is 'float64'; give --dtype" in capsys.readouterr().err
+    assert main(["kv-size", f"--model={folder}", "--dtype=float16"]) == 0
+
+
 def test_kv_size_needs_no_torch() -> None:
     code = "import sys; from octavo_worker.main import main; main(['kv-size']); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -35,6 +35,16 @@ def test_version_2_counts_file_cache_as_free(paths: MemoryPaths) -> None:
     assert free_host_memory(paths) == 350 * MIB
 
 
+def test_version_2_limit_above_which_a_group_is_throttled(paths: MemoryPaths) -> None:
+    write(paths.proc / "self" / "cgroup", "0::/pod\n")
+    write(paths.cgroup / "pod" / "memory.max", "max")
+    write(paths.cgroup / "pod" / "memory.high", str(400 * MIB))
+    write(paths.cgroup / "pod" / "memory.current", str(100 * MIB))
+    assert free_host_memory(paths) == 300 * MIB
+    write(paths.cgroup / "pod" / "memory.max", str(250 * MIB))
+    assert free_host_memory(paths) == 150 * MIB
+
+
 def test_version_2_limit_of_a_group_above(paths: MemoryPaths) -> None:
     write(paths.proc / "self" / "cgroup", "0::/pod/worker\n")
     for group, limit in ((paths.cgroup / "pod", str(300 * MIB)), (paths.cgroup / "pod" / "worker", "max")):

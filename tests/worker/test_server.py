@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
@@ -179,7 +180,8 @@ async def test_second_router_is_refused_while_the_lease_is_held(worker: Worker) 
     assert (await first.result()).step_seq == 1
 
 
-async def test_cancelled_stream_gives_the_lease_back(worker: Worker) -> None:
+async def test_cancelled_stream_gives_the_lease_back(worker: Worker, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     first = await worker.open()
     await first.send(plan=plan())
     first.call.cancel()
@@ -189,6 +191,7 @@ async def test_cancelled_stream_gives_the_lease_back(worker: Worker) -> None:
             await second.send(open=pb.OpenSession(protocol_version=PROTOCOL_VERSION, router_name="router-b"))
             if isinstance(await second.call.read(), Message):
                 break
+    assert "session of router 'router-a' ended, epoch 1: the router is gone" in caplog.messages
 
 
 @pytest.mark.parametrize(

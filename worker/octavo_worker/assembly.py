@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from octavo.config import GIB, WorkerConfig
 from octavo.errors import ConfigError
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels import Backend, BackendUnavailableError, KVLayout, load_backend
+from octavo_kernels.cpu.topology import usable_cores
 from octavo_worker import __version__
 from octavo_worker.device import free_memory, resolve_device, resolve_dtype
 from octavo_worker.executor import Executor
@@ -79,7 +79,7 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
     )
     _log.info("loaded %d parameters in %.1f s", decoder.num_parameters, time.monotonic() - started)
     if backend.name == "reference" and device.type == "cpu":
-        torch.set_num_threads(_threads(config))  # the native kernels bring their own threads
+        torch.set_num_threads(config.num_threads or usable_cores())  # the native kernels bring their own threads
     model = checkpoint.config
     layout = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, dtype)
     size = size_pool(
@@ -120,7 +120,7 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
         capabilities=[pb.CAPABILITY_SWAP] if size.num_host_blocks else [],
         prefill_tokens_per_s=measure_prefill(decoder, pool, backend),
         swap_bytes_per_s=measure_swap(pool),
-        backend=_describe_backend(config, backend),
+        backend=backend.describe(),
         version=__version__,
     )
     executor = Executor(
@@ -134,15 +134,3 @@ def _load_backend(config: WorkerConfig, device: torch.device) -> Backend:
         return load_backend(config.kernel_backend, device=device, num_threads=config.num_threads or None)
     except BackendUnavailableError as error:
         raise ConfigError(f"kernel_backend {config.kernel_backend!r}: {error}") from None
-
-
-def _describe_backend(config: WorkerConfig, backend: Backend) -> str:
-    """Backend, instruction set (where the backend tells it) or device, and threads; for people."""
-    parts = [getattr(backend, "isa", None) or str(backend.device)]
-    if backend.device.type == "cpu":
-        parts.append(f"{_threads(config)} threads")
-    return f"{backend.name} ({', '.join(parts)})"
-
-
-def _threads(config: WorkerConfig) -> int:
-    return config.num_threads or len(os.sched_getaffinity(0))

@@ -172,8 +172,9 @@ class Executor:
                 copies.append((int(row), child, tokens, blocks))
             elif parent not in self._failed or parent in self._errors:
                 self._fail(child, _INVALID, problem)
-            else:
+            else:  # the parent's failure was told with an earlier plan, and everything planned for it is ignored
                 self._failed.add(child)
+                self.table.remove(child)
         params = self.table.params.copy()
         suppressed = dict(self.table.suppressed)
         for row, child, tokens, blocks in copies:
@@ -243,8 +244,7 @@ class Executor:
         logits = self.decoder.forward(
             batch.token_ids,
             batch.attention,
-            self.pool.device,
-            self.pool.layout,
+            self.pool.layers,
             last_rows[torch.from_numpy(chosen).to(last_rows.device)],
             prompt_lens=batch.prompt_lens if self.decoder.needs_prompt_lens else None,
             on_progress=self._on_progress,

@@ -32,13 +32,14 @@ class KVPool:
     """The tensors of both tiers and the moves between them.
 
     device: (num_device_blocks, layers, 2, KV heads, block_size * head_dim); host: the same with num_host_blocks, on
-    the CPU.
+    the CPU. layers: K and V of each layer, views into `device`.
     """
 
     def __init__(self, layout: KVLayout, size: PoolSize, backend: Backend) -> None:
         self.layout, self.size = layout, size
         self._backend = backend
         self.device = _zeros(layout, size.num_device_blocks, backend.device, pinned=False)
+        self.layers = layout.layers(self.device)
         self.host = _zeros(layout, size.num_host_blocks, torch.device("cpu"), pinned=backend.device.type == "cuda")
 
     def swap_out(self, device_blocks: Tensor, host_blocks: Tensor) -> int:

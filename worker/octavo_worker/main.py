@@ -137,9 +137,11 @@ def _kv_size(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.tokens < 0:
         raise ConfigError(f"tokens is {options.tokens}; it must be 0 or more")
-    source = find_model(options.model)
+    source = find_model(options.model, only_config=True)
     config = read_config(source)
     dtype = (config.dtype or "float32") if options.dtype == "auto" else options.dtype
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"the checkpoint's dtype is {dtype!r}; give --dtype, one of {', '.join(DTYPE_BYTES)}")
     per_token = config.kv_bytes_per_token(dtype)
     answer = {
         "model": source.name,

@@ -26,10 +26,11 @@ _SWAPPED_BYTES = 16 << 20
 def measure_prefill(decoder: Decoder, pool: KVPool, backend: Backend) -> float:
     """Tokens of prompt a second, after a small pass that warms up; 0 where measuring would take long."""
     seconds = _time_pass(decoder, pool, backend, _WARM_UP_TOKENS)
-    num_blocks = -(-_MEASURED_TOKENS // pool.layout.block_size)
+    num_tokens = min(_MEASURED_TOKENS, decoder.config.max_model_len)
+    num_blocks = -(-num_tokens // pool.layout.block_size)
     rate = 0.0
     if seconds < _WARM_UP_LIMIT_S and num_blocks <= pool.size.num_device_blocks:
-        rate = _MEASURED_TOKENS / _time_pass(decoder, pool, backend, _MEASURED_TOKENS)
+        rate = num_tokens / _time_pass(decoder, pool, backend, num_tokens)
     pool.device[:num_blocks].zero_()
     return rate
 
@@ -67,8 +68,7 @@ def _time_pass(decoder: Decoder, pool: KVPool, backend: Backend, num_tokens: int
     logits = decoder.forward(
         batch.token_ids,
         batch.attention,
-        pool.device,
-        pool.layout,
+        pool.layers,
         torch.tensor([num_tokens - 1], device=backend.device),
         prompt_lens=batch.prompt_lens,
     )

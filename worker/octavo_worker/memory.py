@@ -66,16 +66,18 @@ def _control_groups(paths: MemoryPaths) -> list[Path]:
 
 
 def _left_in_group(folder: Path) -> int | None:
-    """Bytes below a group's limit, with its file cache counted as free. None: no limit."""
-    for limit_name, usage_name, prefix in (
-        ("memory.max", "memory.current", ""),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    """Bytes below a group's limit, with its file cache counted as free. None: no limit.
+
+    Above memory.high a group is not killed but slowed down to a crawl, so it is a limit as well.
+    """
+    for limit_names, usage_name, prefix in (
+        (("memory.max", "memory.high"), "memory.current", ""),
+        (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_"),
     ):
-        limit = _number(folder / limit_name)
+        limits = [limit for name in limit_names if (limit := _number(folder / name)) is not None and limit < _NO_LIMIT]
         usage = _number(folder / usage_name)
-        if limit is None or usage is None or limit >= _NO_LIMIT:
-            continue
-        return limit - usage + _file_cache(folder / "memory.stat", prefix)
+        if limits and usage is not None:
+            return min(limits) - usage + _file_cache(folder / "memory.stat", prefix)
     return None
 
 

@@ -57,14 +57,15 @@ def sample(
     chosen = logits
     if suppressed:
         chosen = logits.clone()
-        for row, token_ids in suppressed.items():
-            chosen[row, torch.from_numpy(token_ids).to(device)] = _MASKED
+        rows = np.repeat(np.array([*suppressed]), [len(token_ids) for token_ids in suppressed.values()])
+        columns = np.concatenate([*suppressed.values()])
+        chosen[torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)] = _MASKED
     vocab = logits.shape[1]
     top_k = np.where(params["top_k"] < vocab, params["top_k"], 0)
     filtered = (cool > 0) & ((top_k > 0) | (params["top_p"] < 1) | (params["min_p"] > 0))
     if filtered.any():
-        rows = torch.from_numpy(np.flatnonzero(filtered)).to(device)
-        part = _rows(chosen, rows)
+        filtered_rows = torch.from_numpy(np.flatnonzero(filtered)).to(device)
+        part = _rows(chosen, filtered_rows)
         least = least_kept(
             part,
             torch.from_numpy(cool[filtered]).to(device),
@@ -73,7 +74,7 @@ def sample(
             torch.from_numpy(params["min_p"][filtered]).to(device),
         )
         part = part.masked_fill(part < least.unsqueeze(1), _MASKED)
-        chosen = part if len(part) == len(chosen) else chosen.index_copy(0, rows, part)
+        chosen = part if len(part) == len(chosen) else chosen.index_copy(0, filtered_rows, part)
     return backend.gumbel_argmax(
         chosen,
         torch.from_numpy(cool).to(device),

@@ -89,6 +89,9 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             _log.info("session of router %r ended, epoch %d: %s", session.router_name, session.epoch, end.message)
             if end.code is not grpc.StatusCode.OK:
                 await context.abort(end.code, end.message)
+        except (asyncio.CancelledError, GeneratorExit):
+            _log.info("session of router %r ended, epoch %d: the router is gone", session.router_name, session.epoch)
+            raise
         finally:
             if self._lease.end(session):
                 self._thread.submit(self._executor.reset)  # else a successor holds it, and has reset before it began

@@ -2,8 +2,7 @@
 
 A worker serves one router at a time. A session holds the lease until its stream ends or nothing was heard for
 `lease_s`. Every message carries epoch, incarnation and step number, and one that does not fit ends the session.
-Nothing here knows of gRPC's streams,
-threads or clocks: time is an argument.
+Nothing here knows of gRPC's streams, threads or clocks: time is an argument.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 
 from octavo.errors import ModelLoadError
 from octavo.worker.v1 import worker_pb2 as pb
-from octavo_worker.loaders.config import read_json, token_ids
+from octavo_worker.loaders.config import Numbers, read_json, token_ids
 from octavo_worker.loaders.gguf import GGUFFile
 from octavo_worker.loaders.gguf_tokenizer import tokenizer_from_gguf
 
@@ -51,8 +51,11 @@ def bundle_from_gguf(file: GGUFFile) -> TokenizerBundle:
 
     ends = {metadata.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id", "eom_token_id")}
     specials = {"unk_token": text("unknown_token_id"), "pad_token": text("padding_token_id")}
+    template = metadata.get("tokenizer.chat_template", "")
+    if not isinstance(template, str):
+        raise ModelLoadError(f"{file.path}: metadata tokenizer.chat_template is {template!r}; it must be a text")
     defaults = pb.TokenizerDefaults(
-        chat_template=metadata.get("tokenizer.chat_template", ""),
+        chat_template=template,
         eos_token_ids=sorted(end for end in ends if isinstance(end, int) and 0 <= end < len(tokens)),
         bos_token=text("bos_token_id"),
         eos_token=text("eos_token_id"),
@@ -77,7 +80,7 @@ def bundle_from_folder(folder: Path, config_eos_ids: Iterable[int]) -> Tokenizer
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
     ids = _token_ids_by_text(content, path)
     eos_token = _token_text(settings.get("eos_token"))
-    eos_ids = {*config_eos_ids, *token_ids(generation.get("eos_token_id"))}
+    eos_ids = {*config_eos_ids, *token_ids(generation.get("eos_token_id"), str(folder / "generation_config.json"))}
     if eos_token in ids:
         eos_ids.add(ids[eos_token])
     specials = {name: _token_text(settings.get(name)) for name in _SPECIAL_NAMES}
@@ -88,20 +91,21 @@ def bundle_from_folder(folder: Path, config_eos_ids: Iterable[int]) -> Tokenizer
         eos_token=eos_token,
         special_tokens={name: text for name, text in specials.items() if text},
     )
-    _set_sampling_defaults(defaults, generation)
+    _set_sampling_defaults(defaults, Numbers(generation, str(folder / "generation_config.json")))
     return TokenizerBundle(path.read_bytes(), defaults, max(ids.values(), default=-1) + 1)
 
 
-def _set_sampling_defaults(defaults: pb.TokenizerDefaults, generation: Mapping[str, Any]) -> None:
+def _set_sampling_defaults(defaults: pb.TokenizerDefaults, generation: Numbers) -> None:
     """Takes temperature, top_p and top_k of a generation_config.json, which hold only where `do_sample` is set."""
-    if not generation.get("do_sample"):
+    given = {key for key, value in generation.values.items() if value is not None}
+    if not generation.values.get("do_sample"):
         return
-    if generation.get("temperature") is not None:
-        defaults.temperature = float(generation["temperature"])
-    if generation.get("top_p") is not None:
-        defaults.top_p = float(generation["top_p"])
-    if generation.get("top_k") is not None:
-        defaults.top_k = int(generation["top_k"])
+    if "temperature" in given:
+        defaults.temperature = generation.number("temperature", 0)
+    if "top_p" in given:
+        defaults.top_p = generation.number("top_p", 0)
+    if "top_k" in given:
+        defaults.top_k = generation.integer("top_k")
 
 
 def _token_text(value: Any) -> str:
@@ -113,14 +117,15 @@ def _token_text(value: Any) -> str:
 
 def _token_ids_by_text(content: Mapping[str, Any], path: Path) -> dict[str, int]:
     """Every token of a tokenizer.json: its model's vocabulary and the added tokens."""
-    vocabulary = (content.get("model") or {}).get("vocab")
-    if isinstance(vocabulary, Mapping):
-        ids = {str(text): int(token_id) for text, token_id in vocabulary.items()}
-    elif isinstance(vocabulary, list):  # unigram: [text, score] in the order of ids
-        ids = {str(item[0]): index for index, item in enumerate(vocabulary)}
-    else:
-        raise ModelLoadError(f"{path}: holds no vocabulary")
-    ids.update({str(item["content"]): int(item["id"]) for item in content.get("added_tokens") or []})
+    try:
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):  # unigram: [text, score] in the order of ids
+            ids = {str(item[0]): index for index, item in enumerate(vocabulary)}
+        else:
+            ids = {str(text): int(token_id) for text, token_id in vocabulary.items()}
+        ids.update({str(item["content"]): int(item["id"]) for item in content.get("added_tokens") or []})
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ModelLoadError(f"{path}: holds no vocabulary that can be read: {error!r}") from None
     return ids
 
 
@@ -128,7 +133,10 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
     """The template of chat_template.jinja or tokenizer_config.json; of several named ones the "default" one."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelLoadError(f"{path}: cannot be read: {error}") from None
     template = settings.get("chat_template") or ""
     if isinstance(template, list):
         named = {str(item.get("name")): str(item.get("template", "")) for item in template}

@@ -16,9 +16,11 @@ from torch import Tensor
 from octavo_kernels.backend import AttentionBatch, LayerKV
 from octavo_kernels.cpu.library import PagedKV, choose_isa, load_library
 from octavo_kernels.cpu.topology import usable_cores
-from octavo_kernels.errors import InvalidArgumentError
+from octavo_kernels.errors import InvalidArgumentError, KernelError
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# What a status of csrc/api.cpp is here; any other is a KernelError.
+_ERRORS: dict[int, type[Exception]] = {1: InvalidArgumentError, 2: MemoryError}
 # How long an idle thread spins before it sleeps: bridges the gap between two ops, not the one between two steps.
 DEFAULT_SPIN_US = 50
 
@@ -135,15 +137,13 @@ class CpuBackend:
         self._paged: dict[int, tuple[weakref.ref[LayerKV], PagedKV]] = {}
 
     def describe(self) -> str:
-        """One line for the log."""
-        return f"cpu backend: {self.isa}, {self.num_threads} thread{'' if self.num_threads == 1 else 's'}"
+        """See `Backend.describe`."""
+        return f"cpu ({self.isa}, {self.num_threads} thread{'' if self.num_threads == 1 else 's'})"
 
     def _check(self, status: int) -> None:
         if status != 0:
-            message = self._library.octavo_last_error().decode()
-            if message == "out of memory":
-                raise MemoryError("the cpu backend is out of memory")
-            raise InvalidArgumentError(message)
+            error = _ERRORS.get(status, KernelError)
+            raise error(self._library.octavo_last_error().decode())
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
         """Packs `weight` into panels; the layer keeps the weight's dtype."""

@@ -37,7 +37,7 @@ class PagedKV(Structure):
 
 _P, _I, _N, _KV = c_void_p, c_int32, c_int64, POINTER(PagedKV)
 
-# Arguments behind the context, of the functions that return 0 or fail with a message.
+# Arguments, the context first, of the functions that return 0 or a status with a message.
 _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "octavo_linear_create": (_P, _I, _P, _N, _N, _N, _P, POINTER(c_void_p)),
     "octavo_linear": (_P, _P, _P, _N, _N, _P, _N, _P),

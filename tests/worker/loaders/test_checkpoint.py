@@ -76,3 +76,22 @@ def test_folder_with_only_a_sentencepiece_model(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").rename(tmp_path / "tokenizer.model")
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json is missing; tokenizer\.model alone is not read"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("generation_config.json", b'{"do_sample": true, "temperature": "hot"}', "temperature is 'hot'"),
+        ("generation_config.json", b'{"eos_token_id": "x"}', "eos_token_id is 'x'"),
+        ("chat_template.jinja", b"\xff\xfe", "cannot be read"),
+        ("tokenizer.json", b'{"model": 5}', "holds no vocabulary that can be read"),
+        ("tokenizer.json", b'{"model": {"vocab": {"a": "x"}}}', "holds no vocabulary that can be read"),
+        ("tokenizer.json", b'{"model": {"vocab": {}}, "added_tokens": [{"id": 1}]}', "holds no vocabulary that can"),
+        ("tokenizer.json", b"[" * 100_000, "is not valid JSON"),
+    ],
+)
+def test_broken_files_of_a_tokenizer_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    folder = write_checkpoint(tmp_path, tiny_config())
+    (folder / name).write_bytes(content)
+    with pytest.raises(ModelLoadError, match=rf"{name}: .*{message}"):
+        open_checkpoint(find_model(str(folder)))

@@ -54,6 +54,20 @@ def test_sliding_windows(family: str, changes: dict[str, Any], windows: tuple[in
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"sliding_window": 0}, "sliding_window is 0; it must be at least 1"),
+        ({"sliding_window": "x"}, "sliding_window is 'x'; it must be a whole number"),
+        ({"sliding_window": 4, "max_window_layers": "x"}, "max_window_layers is 'x'"),
+        ({"sliding_window": 4, "layer_types": 5}, "layer_types is 5; it must be a list"),
+    ],
+)
+def test_windows_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        config_from_hf(tiny_config("qwen2", use_sliding_window=True, max_window_layers=0) | changes, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"architectures": ["MixtralForCausalLM"]}, "architecture 'MixtralForCausalLM' is not supported"),
         ({"architectures": None}, "architecture 'llama' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -67,6 +81,14 @@ def test_sliding_windows(family: str, changes: dict[str, Any], windows: tuple[in
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"num_hidden_layers": 0}, "num_layers is 0"),
+        ({"head_dim": "8"}, "head_dim is '8'; it must be a whole number"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'; it must be a number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
+        ({"rope_theta": "x"}, "rope_theta is 'x'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": "x"}}, "beta_fast is 'x'"),
+        ({"eos_token_id": ["x"]}, r"eos_token_id is \['x'\]"),
+        ({"quantization_config": "gptq"}, "quantized by 'gptq'"),
     ],
 )
 def test_what_the_decoder_does_not_do_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

@@ -64,6 +64,7 @@ def test_cut_off_tensor_is_named_with_both_sizes(path: Path) -> None:
         (b"GGML" + bytes(20), "starts with b'GGML'"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1 is not supported"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1 << 60), "is cut off"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "is a big-endian GGUF file"),
         (b"", "cannot be mapped"),
     ],
 )

@@ -64,6 +64,12 @@ def test_yarn(tmp_path: Path) -> None:
         ({"llama.attention.head_count_kv": [1, 2]}, "llama.attention.head_count_kv is array"),
         ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope' is not supported"),
         ({"llama.rope.dimension_count": 4}, "rope.dimension_count differs from the head dimension 8"),
+        ({"llama.attention.sliding_window": [4, 8]}, "sliding_window is array"),
+        ({"llama.attention.layer_norm_rms_epsilon": "x"}, "layer_norm_rms_epsilon is 'x', which is not one number"),
+        ({"llama.rope.freq_base": "x"}, "rope.freq_base is 'x'"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 0.0}, "'yarn' has factor 0.0"),
+        ({"tokenizer.ggml.eos_token_id": [1, 2]}, "eos_token_id is array"),
+        ({"split.count": 3, "split.no": 0}, "is one of 3 parts of a split model"),
     ],
 )
 def test_what_the_decoder_does_not_do_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -64,11 +64,33 @@ def test_space_prefix_can_be_switched_off(tmp_path: Path) -> None:
     [
         ({"tokenizer.ggml.pre": "unheard-of"}, "pre-tokenizer 'unheard-of' is not supported"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer 'bert' is not supported"),
-        ({"tokenizer.ggml.token_type": [1, 1]}, "2 token types for 40 tokens"),
+        ({"tokenizer.ggml.token_type": [1, 1]}, "token_type is 2 values; it must be a number for each of 40"),
+        ({"tokenizer.ggml.token_type": ["x"] * 40}, "token_type is 40 values; it must be a number"),
+        ({"tokenizer.ggml.merges": ["! !", "!!"]}, r"item 1 of metadata tokenizer\.ggml\.merges is not a pair"),
+        ({"tokenizer.ggml.merges": [1, 2]}, r"metadata tokenizer\.ggml\.merges is not a pair"),
+        (
+            {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 40},
+            "bos_token_id is 40; the vocabulary has 40 tokens",
+        ),
+        ({"tokenizer.chat_template": 5}, "chat_template is 5; it must be a text"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name(tmp_path: Path, change: dict[str, object], message: str) -> None:
     path = write_gguf(tmp_path / "model.gguf", plain_vocabulary(40) | change)
+    with pytest.raises(ModelLoadError, match=message):
+        tokenizer_of(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokenizer.ggml.unknown_token_id": 1 << 31}, "unknown_token_id is 2147483648"),
+        ({"tokenizer.ggml.scores": ["x"]}, "scores is 1 values; it must be a number for each"),
+        ({"tokenizer.ggml.scores": 5}, "scores is 5; it must be a number for each"),
+    ],
+)
+def test_broken_sentencepiece_vocabularies(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = write_gguf(tmp_path / "model.gguf", spm_metadata(96) | change)
     with pytest.raises(ModelLoadError, match=message):
         tokenizer_of(path)
 

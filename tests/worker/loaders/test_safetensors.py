@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,24 @@ def test_cut_off_file(tmp_path: Path, size: int) -> None:
     path = write_checkpoint(tmp_path, tiny_config()) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ModelLoadError, match=r"model\.safetensors"):
+        SafetensorsWeights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("header", "length", "message"),
+    [
+        (b"[]", 2, "has a broken safetensors header: it is a JSON list"),
+        (b"[" * 100_000, 100_000, "has a broken safetensors header"),
+        (b'{"a": 5}', 8, "the header's entry of tensor a is broken"),
+        (b"{}", 200_000_000, "its header would have 200000000 bytes"),
+    ],
+)
+def test_header_that_is_none(tmp_path: Path, header: bytes, length: int, message: str) -> None:
+    path = write_checkpoint(tmp_path, tiny_config()) / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", length) + header)
+    with path.open("r+b") as file:
+        file.truncate(8 + length)  # sparse, where the header is long
+    with pytest.raises(ModelLoadError, match=message):
         SafetensorsWeights(tmp_path)
 
 

@@ -32,7 +32,7 @@ def test_default_model_is_found_without_importing_its_package() -> None:
 
 @pytest.mark.parametrize("model", ["/no/such/model", "./model", "a/b/c", "model.gguf", "nothing"])
 def test_unknown_paths_never_ask_the_hub(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "_download", lambda name: pytest.fail("asked the hub"))
+    monkeypatch.setattr(source, "_download", lambda name, files: pytest.fail("asked the hub"))
     with pytest.raises(ModelLoadError, match="was not found"):
         find_model(model)
 
@@ -55,6 +55,8 @@ def test_hub_id_is_downloaded_with_the_needed_files(tmp_path: Path, monkeypatch:
     assert (found.name, found.path) == ("owner/name", tmp_path)
     assert asked["name"] == "owner/name"
     assert "*.safetensors" in asked["allow_patterns"]
+    find_model("owner/name", only_config=True)
+    assert asked["allow_patterns"] == ["config.json"]
 
 
 def test_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def logits_in_chunks(decoder: Decoder, backend: Backend, chunk: int, block_size:
     """Logits of every token of PROMPT, computed in chunks over scattered blocks."""
     config = decoder.config
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, decoder.dtype)
-    pool = torch.zeros(layout.pool_shape(20), dtype=decoder.dtype)
+    kv_layers = layout.layers(torch.zeros(layout.pool_shape(20), dtype=decoder.dtype))
     blocks = np.arange(19, -1, -1, dtype=np.int32)[: -(-len(PROMPT) // block_size)]
     table = SequenceTable(1)
     row = np.array([table.put(1, np.array(PROMPT, np.int32), blocks, len(PROMPT), pb.SequenceParams())])
@@ -43,7 +43,7 @@ def logits_in_chunks(decoder: Decoder, backend: Backend, chunk: int, block_size:
         )
         parts.append(
             decoder.forward(
-                batch.token_ids, batch.attention, pool, layout, torch.arange(count), prompt_lens=batch.prompt_lens
+                batch.token_ids, batch.attention, kv_layers, torch.arange(count), prompt_lens=batch.prompt_lens
             )
         )
     return torch.cat(parts)
@@ -116,8 +116,7 @@ def test_progress_is_told_after_each_layer(decoder: Decoder, backend: Backend) -
     decoder.forward(
         batch.token_ids,
         batch.attention,
-        torch.zeros(layout.pool_shape(1)),
-        layout,
+        layout.layers(torch.zeros(layout.pool_shape(1))),
         torch.tensor([0]),
         on_progress=lambda: calls.append(1),
     )

@@ -88,6 +88,14 @@ class ModelConfig:
             raise ModelLoadError(f"{where}: head_dim is {self.head_dim}; rotary positions need an even one")
         if len(self.sliding_windows) != self.num_layers:
             raise ModelLoadError(f"{where}: {len(self.sliding_windows)} attention types for {self.num_layers} layers")
+        for window in self.sliding_windows:
+            if window is not None and window < 1:
+                raise ModelLoadError(f"{where}: sliding_window is {window}; it must be at least 1")
+        if self.rms_norm_eps < 0 or self.rope.theta <= 0:
+            raise ModelLoadError(
+                f"{where}: rms_norm_eps is {self.rms_norm_eps} and rope_theta {self.rope.theta}; "
+                f"neither may be negative, nor rope_theta 0"
+            )
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of K and V of one token over all layers: 2 * layers * KV heads * head dim * bytes of the dtype."""
@@ -100,7 +108,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path}: is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelLoadError(f"{path}: holds a JSON {type(value).__name__}, not an object")
@@ -115,14 +123,14 @@ def config_from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
     """
     architecture = _architecture(values, where)
     _refuse_unsupported(values, where)
-    reader = _Reader(values, where)
+    reader = Numbers(values, where)
     num_layers = reader.integer("num_hidden_layers")
     num_heads = reader.integer("num_attention_heads")
     hidden_size = reader.integer("hidden_size")
     qwen2, qwen3 = architecture.startswith("Qwen2"), architecture.startswith("Qwen3")
-    head_dim = values.get("head_dim") or (128 if qwen3 else hidden_size // max(num_heads, 1))
+    head_dim = reader.integer("head_dim", 0) or (128 if qwen3 else hidden_size // max(num_heads, 1))
     max_positions = reader.integer("max_position_embeddings")
-    rope = _rope_from_hf(values, max_positions, where)
+    rope = _rope_from_hf(reader, max_positions)
     attention_bias = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and bool(values.get("attention_bias"))
     config = ModelConfig(
         architecture=architecture,
@@ -132,28 +140,30 @@ def config_from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=reader.integer("num_key_value_heads", num_heads if architecture.startswith("Llama") else None),
-        head_dim=int(head_dim),
+        head_dim=head_dim,
         max_model_len=scaled_max_len(rope, max_positions),
-        rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
         rope=rope,
-        sliding_windows=_sliding_windows(values, architecture, num_layers, where),
+        sliding_windows=_sliding_windows(reader, architecture, num_layers),
         qkv_bias=attention_bias or qwen2,
         output_bias=attention_bias,
         mlp_bias=architecture == "LlamaForCausalLM" and bool(values.get("mlp_bias")),
         qk_norm=qwen3,
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
         dtype=str(values.get("dtype") or values.get("torch_dtype") or "").removeprefix("torch."),
-        eos_token_ids=token_ids(values.get("eos_token_id")),
+        eos_token_ids=token_ids(values.get("eos_token_id"), where),
     )
     config.validate(where)
     return config
 
 
-def token_ids(value: Any) -> tuple[int, ...]:
-    """The ids of an `eos_token_id` entry, which is an id, a list of ids or nothing."""
-    if value is None:
-        return ()
-    return tuple(int(item) for item in value) if isinstance(value, list) else (int(value),)
+def token_ids(value: Any, where: str) -> tuple[int, ...]:
+    """The ids of an `eos_token_id` entry, which is an id, a list of ids or nothing. `where` is its file's name."""
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for item in ids:
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < 1 << 32:
+            raise ModelLoadError(f"{where}: eos_token_id is {value!r}; it must be a token id or a list of them")
+    return tuple(ids)
 
 
 def scaled_max_len(rope: RopeConfig, max_positions: int) -> int:
@@ -168,18 +178,27 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-class _Reader:
-    """Typed reads of a config's values."""
+class Numbers:
+    """Typed reads of a JSON object's numbers; null counts as missing. `where` is the object's file, for messages."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values, self.where = values, where
 
     def integer(self, key: str, default: int | None = None) -> int:
+        """Raises ModelLoadError when the value is something else, or is missing without a default."""
         value = self.values.get(key)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int):
             raise ModelLoadError(f"{self.where}: {key} is {value!r}; it must be a whole number")
         return value
+
+    def number(self, key: str, default: float) -> float:
+        """Raises ModelLoadError when the value is something else or not finite."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ModelLoadError(f"{self.where}: {key} is {value!r}; it must be a number")
+        return float(value)
 
 
 def _architecture(values: Mapping[str, Any], where: str) -> str:
@@ -198,36 +217,40 @@ def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
     if activation not in ("silu", "swish"):
         raise ModelLoadError(f"{where}: hidden_act {activation!r} is not supported; supported is 'silu'")
     if values.get("quantization_config"):
-        method = dict(values["quantization_config"]).get("quant_method", "unknown")
+        config = values["quantization_config"]
+        method = config.get("quant_method", "unknown") if isinstance(config, Mapping) else config
         raise ModelLoadError(f"{where}: weights quantized by {method!r} are not supported")
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         if values.get(key):
             raise ModelLoadError(f"{where}: {key} is {values[key]}; mixtures of experts are not supported")
 
 
-def _sliding_windows(
-    values: Mapping[str, Any], architecture: str, num_layers: int, where: str
-) -> tuple[int | None, ...]:
+def _sliding_windows(reader: Numbers, architecture: str, num_layers: int) -> tuple[int | None, ...]:
     """Each layer's window. Mistral: all layers. Qwen: those that `layer_types`, or else `max_window_layers`, name."""
     if architecture == "LlamaForCausalLM":
         return (None,) * num_layers
-    window = values.get("sliding_window", 4096)
+    values = reader.values
+    none = values.get("sliding_window", 4096) is None
+    window = None if none else reader.integer("sliding_window", 4096)
     if architecture == "MistralForCausalLM":
         return (window,) * num_layers
     if not values.get("use_sliding_window", False) or window is None:
         return (None,) * num_layers
     kinds = values.get("layer_types")
     if kinds is None:
-        first = values.get("max_window_layers", 28)
+        first = reader.integer("max_window_layers", 28)
         return tuple(window if layer >= first else None for layer in range(num_layers))
+    if not isinstance(kinds, list):
+        raise ModelLoadError(f"{reader.where}: layer_types is {kinds!r}; it must be a list")
     for kind in kinds:
         if kind not in ("sliding_attention", "full_attention"):
-            raise ModelLoadError(f"{where}: layer type {kind!r} is not supported")
+            raise ModelLoadError(f"{reader.where}: layer type {kind!r} is not supported")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _rope_from_hf(values: Mapping[str, Any], max_positions: int, where: str) -> RopeConfig:
+def _rope_from_hf(reader: Numbers, max_positions: int) -> RopeConfig:
     """The rope part: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of transformers 4."""
+    values, where = reader.values, reader.where
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
         raise ModelLoadError(f"{where}: rope parameters that differ between layers are not supported: {given}")
@@ -237,36 +260,34 @@ def _rope_from_hf(values: Mapping[str, Any], max_positions: int, where: str) -> 
     partial = given.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     if partial not in (None, 1, 1.0):
         raise ModelLoadError(f"{where}: partial_rotary_factor {partial} is not supported; supported is 1.0")
-    theta = float(given.get("rope_theta") or values.get("rope_theta") or 10_000.0)
+    scaling = Numbers(given, f"{where}: rope parameters")
+    theta = scaling.number("rope_theta", 0) or reader.number("rope_theta", 0) or 10_000.0
     if kind == "default":
         return RopeConfig(theta=theta, original_max_len=max_positions)
-    original = values.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
+    key = "original_max_position_embeddings"
+    original_max_len = reader.integer(key, 0) or scaling.integer(key, 0) or max_positions
     if kind == "dynamic":
-        original = None  # the formula is defined by max_position_embeddings
-    original_max_len = int(original or max_positions)
-    factor = given.get("factor")
-    if factor is None and kind == "yarn":
-        factor = max_positions / original_max_len
-    if not isinstance(factor, int | float) or factor <= 0:
-        raise ModelLoadError(f"{where}: rope type {kind!r} needs a positive factor, and it is {factor!r}")
+        original_max_len = max_positions  # the formula is defined by max_position_embeddings
+    if original_max_len < 1:
+        raise ModelLoadError(f"{where}: {key} is {original_max_len}; it must be at least 1")
+    factor = scaling.number("factor", max_positions / original_max_len if kind == "yarn" else 0)
+    if factor <= 0:
+        raise ModelLoadError(f"{where}: rope type {kind!r} needs a positive factor, and it is {given.get('factor')!r}")
     return RopeConfig(
         theta=theta,
         kind=str(kind),
-        factor=float(factor),
+        factor=factor,
         original_max_len=original_max_len,
-        attention_factor=_attention_factor(given, float(factor)) if kind == "yarn" else 1.0,
-        low_freq_factor=float(given.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(given.get("high_freq_factor", 4.0)),
-        beta_fast=float(given.get("beta_fast") or 32),
-        beta_slow=float(given.get("beta_slow") or 1),
+        attention_factor=_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
+        low_freq_factor=scaling.number("low_freq_factor", 1),
+        high_freq_factor=scaling.number("high_freq_factor", 4),
+        beta_fast=scaling.number("beta_fast", 0) or 32.0,
+        beta_slow=scaling.number("beta_slow", 0) or 1.0,
         truncate=bool(given.get("truncate", True)),
     )
 
 
-def _attention_factor(given: Mapping[str, Any], factor: float) -> float:
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
-    mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
-    if mscale and all_dim:
-        return yarn_mscale(factor, float(mscale)) / yarn_mscale(factor, float(all_dim))
-    return yarn_mscale(factor)
+def _attention_factor(scaling: Numbers, factor: float) -> float:
+    mscale, all_dim = scaling.number("mscale", 0), scaling.number("mscale_all_dim", 0)
+    derived = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if mscale and all_dim else yarn_mscale(factor)
+    return scaling.number("attention_factor", derived)

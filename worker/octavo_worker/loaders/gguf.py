@@ -102,6 +102,13 @@ class GGUFFile:
             raise ModelLoadError(f"{self.path}: tensor {name} has type {tensor.quant_type.name}; it must be F32")
         return tuple(self.data(name).view("<f4").tolist())
 
+    def token_id(self, key: str, num_tokens: int) -> int | None:
+        """A token id in the metadata, None where it has none. Raises ModelLoadError for what is no token's id."""
+        value = self.metadata.get(key)
+        if value is not None and (not isinstance(value, int) or not 0 <= value < num_tokens):
+            raise ModelLoadError(f"{self.path}: metadata {key} is {value!r}; the vocabulary has {num_tokens} tokens")
+        return value
+
     def _alignment(self) -> int:
         value = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(value, int) or value < 1 or value & (value - 1):
@@ -193,6 +200,8 @@ def _read_header(cursor: _Cursor) -> tuple[int, int]:
     if magic != MAGIC:
         raise ModelLoadError(f"{cursor.path}: is not a GGUF file: it starts with {magic!r} instead of {MAGIC!r}")
     version = cursor.u32("the header")
+    if version and not version & 0xFFFF:
+        raise ModelLoadError(f"{cursor.path}: is a big-endian GGUF file; only little-endian ones are supported")
     if version not in (2, 3):
         raise ModelLoadError(f"{cursor.path}: GGUF version {version} is not supported; supported are 2 and 3")
     return cursor.u64("the header"), cursor.u64("the header")

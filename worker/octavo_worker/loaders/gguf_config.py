@@ -5,6 +5,7 @@ Keys are llama.cpp's (gguf.md, "Standardized key-value pairs"). The bytes are re
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -53,9 +54,13 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         raise ModelLoadError(
             f"{file.path}: architecture {kind!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
         )
-    if reader.get("expert_count", 0):
+    experts = reader.integer("expert_count", 0)
+    if experts:
+        raise ModelLoadError(f"{file.path}: {kind}.expert_count is {experts}; mixtures of experts are not supported")
+    parts = file.metadata.get("split.count", 0)
+    if parts not in (0, 1):
         raise ModelLoadError(
-            f"{file.path}: {kind}.expert_count is {reader.get('expert_count')}; mixtures of experts are not supported"
+            f"{file.path}: is one of {parts} parts of a split model; join them first with `llama-gguf-split --merge`"
         )
     if "token_embd.weight" not in file.tensors:
         raise ModelLoadError(f"{file.path}: tensor token_embd.weight is missing")
@@ -68,7 +73,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         raise ModelLoadError(f"{file.path}: {kind}.rope.dimension_count differs from the head dimension {head_dim}")
     context_length = reader.integer("context_length")
     rope = _rope(reader, context_length, head_dim)
-    window = reader.get("attention.sliding_window", 0) or None
+    window = reader.integer("attention.sliding_window", 0) or None
     first = "blk.0."
     config = ModelConfig(
         architecture=ARCHITECTURES[str(kind)],
@@ -80,7 +85,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         num_kv_heads=reader.integer("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         max_model_len=scaled_max_len(rope, context_length),
-        rms_norm_eps=float(reader.get("attention.layer_norm_rms_epsilon", 1e-5)),
+        rms_norm_eps=reader.number("attention.layer_norm_rms_epsilon", 1e-5),
         rope=rope,
         sliding_windows=(window,) * num_layers,
         qkv_bias=first + "attn_q.bias" in file.tensors,
@@ -89,7 +94,7 @@ def config_from_gguf(file: GGUFFile) -> ModelConfig:
         qk_norm=first + "attn_q_norm.weight" in file.tensors,
         tie_word_embeddings="output.weight" not in file.tensors,
         dtype="bfloat16",
-        eos_token_ids=token_ids(file.metadata.get("tokenizer.ggml.eos_token_id")),
+        eos_token_ids=token_ids(file.metadata.get("tokenizer.ggml.eos_token_id"), str(file.path)),
     )
     config.validate(str(file.path))
     return config
@@ -112,9 +117,17 @@ class _Reader:
             raise ModelLoadError(f"{self.file.path}: metadata {self.prefix}.{key} is {shown}")
         return value
 
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ModelLoadError(
+                f"{self.file.path}: metadata {self.prefix}.{key} is {value!r}, which is not one number"
+            )
+        return float(value)
+
 
 def _rope(reader: _Reader, context_length: int, head_dim: int) -> RopeConfig:
-    theta = float(reader.get("rope.freq_base", 10_000.0))
+    theta = reader.number("rope.freq_base", 10_000.0)
     kind = reader.get("rope.scaling.type", "none")
     if ROPE_FACTORS in reader.file.tensors:
         factors = reader.file.floats(ROPE_FACTORS)
@@ -129,12 +142,18 @@ def _rope(reader: _Reader, context_length: int, head_dim: int) -> RopeConfig:
         raise ModelLoadError(
             f"{reader.file.path}: rope scaling {kind!r} is not supported; supported are none, linear and yarn"
         )
-    factor = float(reader.get("rope.scaling.factor", 1.0))
-    scale = float(reader.get("rope.scaling.attn_factor", 1.0))
+    factor = reader.number("rope.scaling.factor", 1.0)
+    original_max_len = reader.integer("rope.scaling.original_context_length", context_length)
+    if factor <= 0 or original_max_len < 1:
+        raise ModelLoadError(
+            f"{reader.file.path}: rope scaling {kind!r} has factor {factor} and original length {original_max_len}; "
+            f"both must be above 0"
+        )
+    scale = reader.number("rope.scaling.attn_factor", 1.0)
     return RopeConfig(
         theta=theta,
         kind=kind,
         factor=factor,
-        original_max_len=int(reader.get("rope.scaling.original_context_length", context_length)),
+        original_max_len=original_max_len,
         attention_factor=yarn_mscale(factor) * scale if kind == "yarn" else 1.0,
     )

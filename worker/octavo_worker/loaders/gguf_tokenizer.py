@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from octavo.errors import ModelLoadError
 from octavo_worker.loaders.gguf import GGUFFile
 
@@ -55,14 +57,13 @@ def tokenizer_from_gguf(file: GGUFFile) -> dict[str, Any]:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise ModelLoadError(f"{file.path}: metadata tokenizer.ggml.tokens is missing")
-    types = metadata.get("tokenizer.ggml.token_type")
-    kinds: list[int] = [_NORMAL] * len(tokens) if types is None else types.tolist()
-    if len(kinds) != len(tokens):
-        raise ModelLoadError(f"{file.path}: {len(kinds)} token types for {len(tokens)} tokens")
+    types = _numbers(file, "tokenizer.ggml.token_type", len(tokens))
+    kinds = [_NORMAL] * len(tokens) if types is None else types
     content = _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens)
     content["added_tokens"] = _added_tokens(tokens, kinds, byte_level=kind == "gpt2")
-    bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-    if metadata.get("tokenizer.ggml.add_bos_token", kind == "llama") and bos_id is not None:
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama")
+    bos_id = file.token_id("tokenizer.ggml.bos_token_id", len(tokens)) if adds_bos else None
+    if bos_id is not None:
         content["post_processor"] = _prepend_token(tokens[bos_id], bos_id)
     return {"version": "1.0", "truncation": None, "padding": None, **content}
 
@@ -72,8 +73,8 @@ def _byte_level(file: GGUFFile, tokens: Sequence[str]) -> dict[str, Any]:
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in SPLITS:
         raise ModelLoadError(f"{file.path}: pre-tokenizer {name!r} is not supported; supported are {', '.join(SPLITS)}")
-    merges = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
+    merges = _listed_merges(file)
+    if merges is None:
         raise ModelLoadError(f"{file.path}: metadata tokenizer.ggml.merges is missing")
     split = SPLITS[name]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": split is None}
@@ -87,23 +88,21 @@ def _byte_level(file: GGUFFile, tokens: Sequence[str]) -> dict[str, Any]:
         "pre_tokenizer": steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
         "post_processor": None,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": _bpe(_respelled(tokens), [merge.split(" ", 1) for merge in merges]),
+        "model": _bpe(_respelled(tokens), merges),
     }
 
 
 def _sentencepiece(file: GGUFFile, tokens: Sequence[str]) -> dict[str, Any]:
     metadata = file.metadata
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    listed = metadata.get("tokenizer.ggml.merges")
-    if listed is not None:
-        merges = [merge.split(" ", 1) for merge in listed]
-    else:
-        scores = metadata.get("tokenizer.ggml.scores")
-        if scores is None or len(scores) != len(tokens):
-            raise ModelLoadError(f"{file.path}: metadata tokenizer.ggml.scores does not cover the {len(tokens)} tokens")
-        merges = _merges_from_scores(vocabulary, scores.tolist())
+    merges = _listed_merges(file)
+    if merges is None:
+        scores = _numbers(file, "tokenizer.ggml.scores", len(tokens))
+        if scores is None:
+            raise ModelLoadError(f"{file.path}: metadata tokenizer.ggml.scores is missing")
+        merges = _merges_from_scores(vocabulary, scores)
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
-    unknown_id = metadata.get("tokenizer.ggml.unknown_token_id")
+    unknown_id = file.token_id("tokenizer.ggml.unknown_token_id", len(tokens))
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
         {"type": "ByteFallback"},
@@ -125,6 +124,30 @@ def _sentencepiece(file: GGUFFile, tokens: Sequence[str]) -> dict[str, Any]:
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": model,
     }
+
+
+def _numbers(file: GGUFFile, key: str, count: int) -> list[Any] | None:
+    """An array of one number a token; None where the file has none. Raises ModelLoadError for anything else."""
+    values = file.metadata.get(key)
+    if values is None:
+        return None
+    if not isinstance(values, np.ndarray) or len(values) != count:
+        length = f"{len(values)} values" if isinstance(values, np.ndarray | list) else f"{values!r}"
+        raise ModelLoadError(f"{file.path}: metadata {key} is {length}; it must be a number for each of {count} tokens")
+    numbers: list[Any] = values.tolist()
+    return numbers
+
+
+def _listed_merges(file: GGUFFile) -> list[list[str]] | None:
+    """The merges that the file lists; None where it lists none. Raises ModelLoadError when they are no pairs."""
+    listed = file.metadata.get("tokenizer.ggml.merges")
+    if listed is None:
+        return None
+    merges = [merge.split(" ", 1) for merge in listed] if isinstance(listed, list) else [[]]
+    for index, pair in enumerate(merges):
+        if len(pair) != 2:
+            raise ModelLoadError(f"{file.path}: item {index} of metadata tokenizer.ggml.merges is not a pair of tokens")
+    return merges
 
 
 def _bpe(vocabulary: Mapping[str, int], merges: list[list[str]]) -> dict[str, Any]:

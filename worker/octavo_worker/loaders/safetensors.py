@@ -22,6 +22,7 @@ from octavo_worker.loaders.weights import check_shape
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -90,11 +91,15 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
                 raise ModelLoadError(
                     f"{path}: is not a whole safetensors file: the header needs {8 + length} bytes, the file has {size}"
                 )
+            if length > _MAX_HEADER_BYTES:
+                raise ModelLoadError(f"{path}: is not a safetensors file: its header would have {length} bytes")
             content = json.loads(file.read(length))
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path}: has a broken safetensors header: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelLoadError(f"{path}: has a broken safetensors header: it is a JSON {type(content).__name__}")
     entries: dict[str, TensorEntry] = {}
     for name, value in content.items():
         if name == "__metadata__":

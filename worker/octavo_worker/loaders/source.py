@@ -12,6 +12,7 @@ from pathlib import Path
 from octavo.errors import ModelLoadError
 
 HUB_FILES = ("*.safetensors", "*.json", "*.jinja")
+HUB_CONFIG = ("config.json",)
 HUB_IGNORED = ("consolidated*", "original/*", "onnx/*")
 
 
@@ -39,9 +40,10 @@ class ModelSource:
         return self.path.is_file()
 
 
-def find_model(model: str) -> ModelSource:
+def find_model(model: str, *, only_config: bool = False) -> ModelSource:
     """Finds a model. Tried in order: an existing path, an installed model's name, a hub id.
 
+    only_config: of a hub model, only config.json is downloaded.
     Raises ModelLoadError that says what was tried.
     """
     path = Path(model).expanduser()
@@ -59,7 +61,7 @@ def find_model(model: str) -> ModelSource:
             f"model {model!r} was not found: it is no file or folder, none of the installed models ({known}), "
             f"and no hub id (OWNER/NAME)"
         )
-    return ModelSource(model, _download(model))
+    return ModelSource(model, _download(model, HUB_CONFIG if only_config else HUB_FILES))
 
 
 def _looks_like_path(model: str) -> bool:
@@ -80,13 +82,13 @@ def _installed_file(model: str) -> Path:
     )
 
 
-def _download(model: str) -> Path:
+def _download(model: str, files: tuple[str, ...]) -> Path:
     """The local folder of a hub model, downloaded unless it is cached."""
     from huggingface_hub import snapshot_download  # the import is slow, and local models do not need it
 
     known = ", ".join(INSTALLED_MODELS)
     try:
-        return Path(snapshot_download(model, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED)))
+        return Path(snapshot_download(model, allow_patterns=list(files), ignore_patterns=list(HUB_IGNORED)))
     except Exception as error:  # the hub's client raises errors of several libraries
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelLoadError(

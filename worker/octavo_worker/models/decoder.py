@@ -7,14 +7,14 @@ computed is the backend's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo_kernels.backend import AttentionBatch, Backend, KVLayout, Linear
+from octavo_kernels.backend import AttentionBatch, Backend, LayerKV, Linear
 from octavo_worker.loaders.config import ModelConfig
 from octavo_worker.loaders.weights import Weights
 from octavo_worker.models.rope import RotaryTable
@@ -83,14 +83,13 @@ class Decoder:
         self,
         token_ids: Tensor,
         batch: AttentionBatch,
-        pool: Tensor,
-        layout: KVLayout,
+        kv_layers: Sequence[LayerKV],
         logit_rows: Tensor,
         *,
         prompt_lens: Tensor | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """Computes the batch and writes its K and V into the pool, which is mutated.
+        """Computes the batch and writes its K and V into kv_layers, one a layer, which are mutated.
 
         token_ids: (T,) int32; logit_rows: (R,) int64, the tokens whose logits are wanted; prompt_lens: (T,) int32, see
         `needs_prompt_lens`. on_progress is called after each layer. Returns (R, num_sampled) fp32.
@@ -98,9 +97,9 @@ class Decoder:
         ops, config = self._backend, self.config
         positions, cos_sin = self._rotary.select(batch.positions, prompt_lens)
         x = F.embedding(token_ids, self._embedding)  # (T, hidden)
-        for index, layer in enumerate(self._layers):
+        for layer, kv in zip(self._layers, kv_layers, strict=True):
             h = ops.rms_norm(x, layer.input_norm, config.rms_norm_eps)
-            attended = self._attend(layer, layer.qkv(h), positions, cos_sin, batch, layout, pool, index)
+            attended = self._attend(layer, layer.qkv(h), positions, cos_sin, batch, kv)
             x = layer.output(attended, x)
             h = ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
             x = layer.down(ops.silu_mul(layer.gate_up(h)), x)
@@ -115,9 +114,7 @@ class Decoder:
         positions: Tensor,
         cos_sin: Tensor,
         batch: AttentionBatch,
-        layout: KVLayout,
-        pool: Tensor,
-        index: int,
+        kv: LayerKV,
     ) -> Tensor:
         """Rotates queries and keys, stores K and V, attends. qkv: (T, (heads + 2 * KV heads) * head_dim), mutated."""
         ops, config = self._backend, self.config
@@ -132,7 +129,6 @@ class Decoder:
         else:
             ops.rotary(by_head[:, : heads + kv_heads], positions, cos_sin)
             q, k = by_head[:, :heads], by_head[:, heads : heads + kv_heads]
-        kv = layout.layer(pool, index)
         ops.write_kv(k, v, kv, batch.slots)
         return ops.paged_attention(q, kv, batch, scale=self._scale, sliding_window=layer.sliding_window)
 

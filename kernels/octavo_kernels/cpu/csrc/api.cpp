@@ -1,5 +1,5 @@
 // The C interface that Python loads with ctypes: checks what a wrong caller could get wrong, picks the instruction
-// set, owns pools and packed layers. Functions return 0, or 1 with a message in octavo_last_error().
+// set, owns pools and packed layers. Functions return 0, or a Status with a message in octavo_last_error().
 
 #include <algorithm>
 #include <cstdint>
@@ -23,6 +23,8 @@ constexpr int32_t kInterfaceVersion = 1;
 
 thread_local std::string last_error;
 
+enum Status : int32_t { kOk = 0, kRefused = 1, kOutOfMemory = 2, kFailed = 3 };
+
 // A caller's mistake.
 struct Refused {
   std::string message;
@@ -39,15 +41,17 @@ template <class Function>
 int32_t guarded(const Function& function) {
   try {
     function();
-    return 0;
+    return kOk;
   } catch (const Refused& refused) {
     last_error = refused.message;
+    return kRefused;
   } catch (const std::bad_alloc&) {
-    last_error = "out of memory";
+    last_error = "the cpu backend is out of memory";
+    return kOutOfMemory;
   } catch (const std::exception& error) {
     last_error = error.what();
+    return kFailed;
   }
-  return 1;
 }
 
 // From the most to the least capable.

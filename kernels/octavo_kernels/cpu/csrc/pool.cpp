@@ -6,6 +6,9 @@
 #include <chrono>
 #include <cstdlib>
 #include <new>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -140,8 +143,18 @@ void Pool::start() {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  for (int i = 1; i < num_threads_; ++i) state_->threads.emplace_back(work, state_, i);
+  std::string problem;
+  while (problem.empty() && static_cast<int>(state_->threads.size()) + 1 < num_threads_) {
+    const int number = static_cast<int>(state_->threads.size()) + 1;
+    try {
+      state_->threads.emplace_back(work, state_, number);
+    } catch (const std::system_error& error) {
+      problem = "cannot start compute thread " + std::to_string(number + 1) + " of " + std::to_string(num_threads_) +
+                ": " + error.code().message();
+    }
+  }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  if (!problem.empty()) throw std::runtime_error(problem);
 }
 
 void Pool::work(State* state, int thread) {
@@ -178,7 +191,7 @@ void Pool::run(int64_t num_items, ItemFunction function, void* context) {
   }
   if (num_items <= 0) return;
   State& state = *state_;
-  if (state.threads.empty()) start();
+  if (static_cast<int>(state.threads.size()) + 1 < num_threads_) start();
   state.function = function;
   state.context = context;
   state.failed.store(false, std::memory_order_relaxed);
