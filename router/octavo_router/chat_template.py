@@ -327,7 +327,8 @@ def _plain_tool_call(name: str, call: Mapping[str, Any]) -> dict[str, Any]:
         arguments = None
     if not isinstance(arguments, dict):
         raise InvalidRequestError(
-            f"{name}.function.arguments is {text!r}; it must be a JSON object", field=f"chat.{name}.function.arguments"
+            f"{name}.function.arguments is {text[:60]!r}{'...' if len(text) > 60 else ''}; it must be a JSON object",
+            field=f"chat.{name}.function.arguments",
         )
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -12,6 +12,7 @@ Everything runs in one event loop; no method is for other threads.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from octavo_router.results import Event, ProtocolError, RequestFailed, TokenSamp
 from octavo_router.scheduler import Scheduler
 from octavo_router.served_model import ServedModel, limits_of
 from octavo_router.step_loop import StepLoop
-from octavo_router.stream import Delivery, RequestStream
+from octavo_router.stream import Delivery, RequestStream, samples_of
 from octavo_router.tokenizer import Tokenizer
 from octavo_router.worker_client import SessionLostError, WorkerClient, backoff, wait_for_worker
 
@@ -181,7 +182,8 @@ class Engine:
         """Takes in a request and gives the stream of its output.
 
         Raises UnavailableError while draining or without a worker for long, ContextLengthError for a request that could
-        never run, OverloadedError when the queue is full, DeadlineError when its deadline has passed.
+        never run, OverloadedError when the queue is full, DeadlineError when its deadline has passed,
+        InvalidRequestError for stop strings that cannot be looked for.
         """
         now = self._clock()
         self._check_available()
@@ -190,15 +192,13 @@ class Engine:
         num_prompt_tokens = len(request.prompt_token_ids)
         try:
             self._scheduler.limits.check(request)
-            self._admission.check(num_prompt_tokens, self._waiting(), now)
-        except OverloadedError:
-            self._metrics.refused(metrics.REFUSED_OVERLOADED)
-            raise
         except ContextLengthError:
             self._metrics.refused(metrics.REFUSED_TOO_LONG)
             raise
+        self._check_queue(num_prompt_tokens, self._waiting())
+        samples = samples_of(request, self._tokenizer)
         group = self._scheduler.add(request, now=now)
-        delivery = Delivery(group, self._tokenizer)
+        delivery = Delivery(group, samples)
         self._deliveries[group.arrival] = delivery
         self._idle.clear()
         self._metrics.accepted(num_prompt_tokens)
@@ -207,6 +207,23 @@ class Engine:
             self._timers[group.arrival] = loop.call_later(request.deadline - now, self._expire, delivery)
         self._wake.set()
         return RequestStream(delivery, self._cancel)
+
+    def check_room(self, num_reading: int) -> None:
+        """Refuses a request before its prompt is read, for the reasons of `submit` that are known by then.
+
+        num_reading: requests whose prompts are being read; they count as waiting, so that a flood of prompts is refused
+        before it is tokenized. Raises UnavailableError and OverloadedError.
+        """
+        self._check_available()
+        waiting = self._waiting()
+        self._check_queue(0, dataclasses.replace(waiting, num_requests=waiting.num_requests + num_reading))
+
+    def _check_queue(self, num_prompt_tokens: int, waiting: Waiting) -> None:
+        try:
+            self._admission.check(num_prompt_tokens, waiting, self._clock())
+        except OverloadedError:
+            self._metrics.refused(metrics.REFUSED_OVERLOADED)
+            raise
 
     def _check_available(self) -> None:
         if self._is_draining:
@@ -273,8 +290,8 @@ class Engine:
                 did_work = self._end_session(str(_first(group)))
             except* Exception as group:
                 logger.error("the engine failed", exc_info=group)
+                self._start_over(InternalError("the engine failed on a step; this is a bug, see the router's log"))
                 did_work = self._end_session("the engine failed")
-                self._fail_all(InternalError("the engine failed on a step; this is a bug, see the router's log"))
             if did_work:
                 delays = backoff()
             await asyncio.sleep(next(delays))
@@ -299,14 +316,11 @@ class Engine:
         self.model = ServedModel.from_description(
             description,
             self._config,
-            eos_token_ids=self._tokenizer.eos_token_ids,
             default_sampling=self._default_sampling,
             created_unix_s=served.created_unix_s if served is not None and new.digest == served.digest else time.time(),
         )
         if served is None:
-            self._scheduler = Scheduler(
-                limits_of(description, self._config), eos_token_ids=self._tokenizer.eos_token_ids
-            )
+            self._scheduler = self._new_scheduler()
             self._metrics.watch(lambda: snapshot.gauges(self._scheduler, is_connected=self._connected.is_set()))
         return True
 
@@ -346,6 +360,17 @@ class Engine:
         self._no_worker_reason = ""
         self._stop_give_up_timer()
         self._wake.set()
+
+    def _new_scheduler(self) -> Scheduler:
+        limits = limits_of(self._description, self._config)
+        return Scheduler(limits, eos_token_ids=self._tokenizer.eos_token_ids)
+
+    def _start_over(self, error: OctavoError) -> None:
+        """Fails every request and takes a new scheduler: a bug may have left the old one in any state."""
+        self._scheduler = self._new_scheduler()
+        for delivery in list(self._deliveries.values()):
+            delivery.fail(error)
+            self._forget(delivery, metrics.FINISH_ERROR)
 
     def _stop_give_up_timer(self) -> None:
         if self._give_up_timer is not None:

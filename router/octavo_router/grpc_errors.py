@@ -18,20 +18,24 @@ from octavo.errors import ERROR_DOMAIN, InternalError, InvalidRequestError, Octa
 
 logger = logging.getLogger(__name__)
 
+# gRPC's clients drop a status whose trailers exceed 8 KiB. They hold the message three times, once with three bytes for
+# each one beyond ASCII and twice in base64.
+MAX_MESSAGE_BYTES = 1024
+
 
 def status_message(error: OctavoError) -> status_pb2.Status:
-    """The google.rpc.Status of an error."""
-    mapping = mapping_of(error)
+    """The google.rpc.Status of an error. A message above MAX_MESSAGE_BYTES is cut."""
+    mapping, text = mapping_of(error), _cut(error.message)
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=mapping.reason, domain=ERROR_DOMAIN)]
     if isinstance(error, InvalidRequestError) and error.field:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=text)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, OverloadedError):
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     return status_pb2.Status(
-        code=mapping.grpc_code.value[0], message=error.message, details=[_packed(detail) for detail in details]
+        code=mapping.grpc_code.value[0], message=text, details=[_packed(detail) for detail in details]
     )
 
 
@@ -46,6 +50,11 @@ def internal_error(error: Exception) -> InternalError:
     """What a caller learns of an exception that nobody expected; the log gets all of it."""
     logger.error("unexpected error in a call", exc_info=error)
     return InternalError("internal error; the server's log has the details")
+
+
+def _cut(message: str) -> str:
+    data = message.encode(errors="replace")
+    return message if len(data) <= MAX_MESSAGE_BYTES else data[:MAX_MESSAGE_BYTES].decode(errors="ignore") + "..."
 
 
 def _packed(detail: Message) -> any_pb2.Any:

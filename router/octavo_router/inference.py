@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from octavo_router.engine import Engine
     from octavo_router.metrics import Metrics
     from octavo_router.prompts import Prompt, PromptReader
+    from octavo_router.served_model import ServedModel
     from octavo_router.stream import RequestStream
 
 T = TypeVar("T")
@@ -40,6 +41,7 @@ class Inference:
         self._engine = engine
         self._prompts = prompts
         self._metrics = metrics
+        self._num_reading = 0
 
     @property
     def model_name(self) -> str:
@@ -119,8 +121,9 @@ class Inference:
         # What costs nothing to check comes before the prompt is tokenized.
         sampling = validation.sampling_of(request.sampling, model.default_sampling)
         output = validation.output_of(request.output)
+        self._engine.check_room(self._num_reading)
         try:
-            prompt = await _before(deadline, self._prompts.read(request, model))
+            prompt = await self._read_prompt(request, model, deadline)
             stopping = validation.stopping_of(
                 request.stop,
                 num_prompt_tokens=len(prompt.token_ids),
@@ -141,6 +144,13 @@ class Inference:
         )
         echo = await self._echo(request, prompt, output) if request.output.echo else ""
         return accepted, echo
+
+    async def _read_prompt(self, request: pb.GenerateRequest, model: ServedModel, deadline: float | None) -> Prompt:
+        self._num_reading += 1
+        try:
+            return await _before(deadline, self._prompts.read(request, model))
+        finally:
+            self._num_reading -= 1
 
     async def _echo(self, request: pb.GenerateRequest, prompt: Prompt, output: Output) -> str:
         """The prompt's text as the answer repeats it: as it was given, or decoded from the ids that were given."""

@@ -23,6 +23,9 @@ _INT32_MAX = 2**31 - 1
 _UINT32_MAX = 2**32 - 1
 _DEFAULT_COMPLETION_TOKENS = 16
 
+MAX_PROMPTS = 2048
+_MAX_COPIED_BYTES = 64 << 20
+
 # Fields of the contract whose name in OpenAI's API is not the last part of theirs.
 _PARAMS = {
     "text": "prompt",
@@ -41,11 +44,22 @@ def completion_requests(body: CompletionBody, request_id: str) -> list[pb.Genera
     body.check_offered()
     if not body.prompt:
         raise InvalidRequestError("prompt is an empty list; give at least one prompt", field="prompt")
+    if len(body.prompt) > MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"prompt has {len(body.prompt)} prompts; at most {MAX_PROMPTS} are possible", field="prompt"
+        )
     shared = _shared_request(body)
     shared.stop.max_tokens = _integer("max_tokens", body.max_tokens, 1, default=_DEFAULT_COMPLETION_TOKENS)
     shared.output.echo = bool(body.echo)
     if body.logprobs is not None:
         shared.output.logprobs = _integer("logprobs", body.logprobs, 0)
+    # Each prompt's request has a copy of what they share, so a body may grow to thousands of times its size.
+    if (size := shared.ByteSize()) * len(body.prompt) > _MAX_COPIED_BYTES:
+        raise InvalidRequestError(
+            f"{len(body.prompt)} prompts with {size} bytes of parameters each are too much; send fewer prompts, or "
+            "shorter stop and stop_token_ids",
+            field="prompt",
+        )
     requests = []
     for index, prompt in enumerate(body.prompt):
         request = pb.GenerateRequest()

@@ -16,6 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from octavo.errors import InvalidRequestError, UnsupportedError
 
 _SHOWN_LENGTH = 60
+# Telling about an error takes some microseconds in which nothing else runs, and only the first is told.
+_MAX_ERRORS = 100
 
 # Values that ask for nothing, so that a field which is not offered may have them: by name, beside null.
 _SHARED_NOT_OFFERED: dict[str, tuple[Any, ...]] = {
@@ -162,6 +164,7 @@ _PART_SCHEMA = {
 }
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}, {"type": "null"}]}
 
+Ids = Annotated[list[int], Field(fail_fast=True)]
 Prompts = Annotated[Any, BeforeValidator(_checked_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
 StopStrings = Annotated[Any, BeforeValidator(_checked_stop), WithJsonSchema(_TEXTS_SCHEMA)]
 Content = Annotated[Any, BeforeValidator(_checked_content), WithJsonSchema(_CONTENT_SCHEMA)]
@@ -194,7 +197,7 @@ class _GenerationBody(_OfferedBody):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     stop: StopStrings = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
@@ -274,7 +277,7 @@ class Message(_OfferedBody):
     role: str
     content: Content = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     annotations: Any = None
@@ -285,10 +288,13 @@ class Message(_OfferedBody):
     refusal: Any = None
 
 
+Messages = Annotated[list[Message], Field(fail_fast=True)]
+
+
 class _Conversation(_Body):
     """Messages and how the template renders them."""
 
-    messages: list[Message]
+    messages: Messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -331,7 +337,7 @@ class TokenizeBody(_OfferedBody):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -346,7 +352,7 @@ class DetokenizeBody(_Body):
     """POST /detokenize, as vLLM has it."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Ids
 
 
 B = TypeVar("B", bound=_Body)
@@ -361,6 +367,8 @@ def parse_body(body: type[B], data: bytes) -> B:
 
 
 def _invalid(error: ValidationError) -> InvalidRequestError:
+    if error.error_count() > _MAX_ERRORS:
+        return InvalidRequestError(f"the body has {error.error_count()} fields that are wrong or unknown")
     first = error.errors(include_url=False)[0]
     path = _path(first["loc"])
     kind, message = first["type"], first["msg"]

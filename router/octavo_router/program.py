@@ -145,12 +145,12 @@ class Program:
 
     async def _keep_health(self, engine: Engine) -> None:
         """Tells the health service when the worker is lost, is back, or the engine begins to drain."""
-        was_ready = engine.is_ready
+        was_ready: bool | None = None
         while True:
-            await asyncio.sleep(HEALTH_INTERVAL_S)
             if engine.is_ready != was_ready:
                 was_ready = engine.is_ready
                 await self._grpc.set_serving(was_ready)
+            await asyncio.sleep(HEALTH_INTERVAL_S)
 
     def _chat_template(self, files: TokenizerFiles, tokenizer: Tokenizer) -> ChatTemplate:
         try:

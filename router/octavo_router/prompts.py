@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MAX_DECODED_TOKENS = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -73,10 +75,20 @@ class PromptReader:
         raise InvalidRequestError("the request has no input; set text or chat", field="input")
 
     async def decode(self, token_ids: Sequence[int], model: ServedModel, *, skip_special_tokens: bool) -> str:
-        """Text of token ids. Raises InvalidRequestError for an id outside the model's vocabulary."""
-        validation.check_token_ids("token_ids", token_ids, model.vocab_size)
-        ids = list(token_ids)
-        return await self._in_thread(lambda: self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        """Text of token ids. Raises InvalidRequestError for an id outside the model's vocabulary, or for more than
+        MAX_DECODED_TOKENS of them.
+        """
+        if len(token_ids) > MAX_DECODED_TOKENS:
+            raise InvalidRequestError(
+                f"token_ids has {len(token_ids)} ids; at most {MAX_DECODED_TOKENS} are decoded at once",
+                field="token_ids",
+            )
+
+        def work() -> str:
+            validation.check_token_ids("token_ids", token_ids, model.vocab_size)
+            return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+        return await self._in_thread(work)
 
     def close(self) -> None:
         """Ends the threads once what they do now is done. What waits for them is cancelled."""

@@ -20,16 +20,10 @@ class ServedModel:
     names: tuple[str, ...]
     digest: str
     tokenizer_digest: str
-    architecture: str
     vocab_size: int
     max_model_len: int
-    dtype: str
-    quantization: str
-    parameter_count: int
-    eos_token_ids: frozenset[int]
     block_size: int
     num_device_blocks: int
-    num_host_blocks: int
     default_sampling: Sampling
     created_unix_s: float
 
@@ -39,7 +33,6 @@ class ServedModel:
         description: pb.DescribeResponse,
         config: RouterConfig,
         *,
-        eos_token_ids: frozenset[int],
         default_sampling: Sampling,
         created_unix_s: float,
     ) -> ServedModel:
@@ -50,16 +43,10 @@ class ServedModel:
             names=config.served_model_name or (model.name,),
             digest=model.digest,
             tokenizer_digest=model.tokenizer_digest,
-            architecture=model.architecture,
             vocab_size=model.vocab_size,
             max_model_len=min(limits.max_model_len, limits.pool_tokens),
-            dtype=model.dtype,
-            quantization=model.quantization,
-            parameter_count=model.parameter_count,
-            eos_token_ids=eos_token_ids,
             block_size=memory.block_size,
             num_device_blocks=memory.device_block_count,
-            num_host_blocks=memory.host_block_count,
             default_sampling=default_sampling,
             created_unix_s=created_unix_s,
         )

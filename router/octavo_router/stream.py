@@ -20,23 +20,28 @@ from octavo_router.tokenizer import Tokenizer
 
 
 class Sample:
-    """One sample's text and what its reader has not taken. Times are in the engine's clock."""
+    """One sample's text and numbers. Times are in the engine's clock."""
 
-    __slots__ = ("cumulative_logprob", "first_token_at", "is_over", "num_tokens", "text", "unread")
+    __slots__ = ("cumulative_logprob", "first_token_at", "num_tokens", "text")
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
-        self.text = TextStream(
-            tokenizer,
-            skip_special_tokens=request.output.skip_special_tokens,
-            spaces_between_special_tokens=request.output.spaces_between_special_tokens,
-            stop=request.stopping.stop,
-            include_stop=request.stopping.include_stop_in_text,
-        )
-        self.unread: SampleDelta | None = None
+    def __init__(self, text: TextStream) -> None:
+        self.text = text
         self.num_tokens = 0
         self.cumulative_logprob = 0.0
         self.first_token_at = 0.0
-        self.is_over = False
+
+
+def samples_of(request: Request, tokenizer: Tokenizer) -> list[Sample]:
+    """A request's samples, without tokens yet. Raises InvalidRequestError for stop strings that cannot be looked
+    for."""
+    text = TextStream(
+        tokenizer,
+        skip_special_tokens=request.output.skip_special_tokens,
+        spaces_between_special_tokens=request.output.spaces_between_special_tokens,
+        stop=request.stopping.stop,
+        include_stop=request.stopping.include_stop_in_text,
+    )
+    return [Sample(text.begin_another()) for _ in range(request.sampling.n)]
 
 
 class Delivery:
@@ -46,10 +51,10 @@ class Delivery:
     include_stop_in_text, as with stop strings.
     """
 
-    def __init__(self, group: SequenceGroup, tokenizer: Tokenizer) -> None:
+    def __init__(self, group: SequenceGroup, samples: list[Sample]) -> None:
         self.group = group
-        self.samples = [Sample(group.request, tokenizer) for _ in group.sequences]
-        self.num_open = len(self.samples)
+        self.samples = samples
+        self.num_open = len(samples)
         self.is_over = False
         self._usage: Usage | None = None
         self._error: OctavoError | None = None
@@ -78,7 +83,6 @@ class Delivery:
         delta.cumulative_logprob = sample.cumulative_logprob
         delta.finish_reason, delta.matched = self._add_text(sample, event)
         if delta.finish_reason is not None:
-            sample.is_over = True
             self.num_open -= 1
         self._changed.set()
         return delta.finish_reason

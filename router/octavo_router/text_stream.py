@@ -21,9 +21,11 @@ End-of-sequence tokens, stop token ids and token limits are the engine's.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 from octavo.errors import InvalidRequestError
 from octavo_router.token_decoder import MARK_FIRST, MARK_LAST
@@ -83,6 +85,19 @@ class TextStream:
             self._marked = StopMatcher(patterns) if patterns else None
         self._parts: list[str] = []  # text that is final and not taken yet
         self._is_closed = False
+
+    def begin_another(self) -> Self:
+        """A stream at the beginning of another text, with the same settings. What was made of the stop strings is
+        shared: it may take more time and memory than all the rest.
+        """
+        other = copy.copy(self)
+        other._decoder = self._tokenizer.start_decoder()
+        other._follows_special = False
+        other._plain = self._plain and self._plain.begin_another()
+        other._marked = self._marked and self._marked.begin_another()
+        other._parts = []
+        other._is_closed = False
+        return other
 
     def append(self, token_id: int, *, may_stop: bool = True) -> str | None:
         """Takes the next token. Returns the stop string that ended the text, or None while none has.
@@ -221,6 +236,12 @@ class StopMatcher:
             self._insert(pattern, name)
         self._first = frozenset(self._goto[0])
         self._link()
+
+    def begin_another(self) -> Self:
+        """A matcher at the beginning of another text, for the same patterns."""
+        other = copy.copy(self)
+        other._state = 0
+        return other
 
     @property
     def num_kept(self) -> int:

@@ -106,7 +106,8 @@ class Tokenizer:
             if not 0 <= token_id <= _MAX_TOKEN_ID:
                 raise InvalidRequestError(f"token id {token_id} is out of range; ids are 0 or more", field="token_ids")
         if skip_special_tokens or not spaces_between_special_tokens:
-            return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            # A batch of one, as in `encode`.
+            return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
         decoder = self.start_decoder()
         parts: list[str] = []
         follows_special = False

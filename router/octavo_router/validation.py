@@ -115,6 +115,11 @@ def stopping_of(
     if message.min_tokens > max_tokens:
         raise _out_of_range("stop.min_tokens", message.min_tokens, f"at most max_tokens, which is {max_tokens}")
     _check_stop_strings(message.stop)
+    if len(message.stop_token_ids) > vocab_size:
+        raise InvalidRequestError(
+            f"stop_token_ids has {len(message.stop_token_ids)} ids; this model has {vocab_size} tokens",
+            field="stop.stop_token_ids",
+        )
     check_token_ids("stop.stop_token_ids", message.stop_token_ids, vocab_size)
     return Stopping(
         max_tokens=max_tokens,

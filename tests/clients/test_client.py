@@ -129,6 +129,12 @@ def test_errors_carry_their_field_and_retry_hint(router: FakeRouter) -> None:
             client.generate("x")
 
 
+def test_a_request_that_is_too_large_is_no_overload(router: FakeRouter) -> None:
+    with Client(router.address) as client, pytest.raises(InvalidRequestError, match="send less") as caught:
+        client.generate("x" * (5 << 20))
+    assert "--max-request-bytes" in caught.value.message
+
+
 def test_closing_a_stream_cancels_the_request(router: FakeRouter) -> None:
     router.answer = router.stay
     with Client(router.address) as client:

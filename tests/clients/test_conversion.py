@@ -56,6 +56,27 @@ def test_every_parameter_has_its_place() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (5, "messages"),
+        ([5], "messages[0]"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": {"type": "text", "text": "x"}}], "messages[0].content"),
+        ([{"role": "assistant", "tool_calls": 5}], "messages[0].tool_calls"),
+    ],
+)
+def test_what_is_no_list_is_refused_by_name(message: Any, field: str) -> None:
+    with pytest.raises(InvalidRequestError, match="it must be") as caught:
+        chat_request(message, None, {}, final_only=False)
+    assert caught.value.field == field
+
+
+def test_stop_strings_that_are_none_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="stop is 5; it must be a list, each item a text"):
+        request_for(stop=5)
+
+
 def test_one_stop_string_may_be_given_bare() -> None:
     assert request_for(stop="END").stop.stop == ["END"]
 

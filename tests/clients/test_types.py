@@ -19,12 +19,6 @@ def test_parameters_cannot_be_changed() -> None:
         SamplingParams().max_tokens = 3  # type: ignore[misc]
 
 
-def test_stop_strings() -> None:
-    assert SamplingParams().stop_strings == ()
-    assert SamplingParams(stop="a").stop_strings == ("a",)
-    assert SamplingParams(stop=["a", "b"]).stop_strings == ("a", "b")
-
-
 def test_output_tells_whether_it_has_finished() -> None:
     assert not CompletionOutput(index=0, text="a", token_ids=[1]).finished()
     assert CompletionOutput(index=0, text="a", token_ids=[1], finish_reason="length").finished()

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from octavo.errors import InvalidRequestError, OctavoError, UnavailableError
+from octavo.errors import InvalidRequestError, OctavoError, OverloadedError, UnavailableError
 from octavo.v1 import admin_pb2
 from octavo_router.chat_template import ChatTemplate
 from octavo_router.inference import Inference
@@ -159,12 +159,18 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.running: list[FakeStream] = []
         self.is_draining = False
+        self.max_reading = 1 << 30
 
-    def submit(self, request: Request) -> FakeStream:
-        if self.refusal is not None:
-            raise self.refusal
+    def check_room(self, num_reading: int) -> None:
         if self.is_draining:
             raise UnavailableError("the server is stopping")
+        if num_reading >= self.max_reading:
+            raise OverloadedError(f"{num_reading} prompts are being read", retry_after_s=2)
+
+    def submit(self, request: Request) -> FakeStream:
+        self.check_room(0)
+        if self.refusal is not None:
+            raise self.refusal
         stream = FakeStream(self, request)
         self.requests.append(request)
         self.running.append(stream)

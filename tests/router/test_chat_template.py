@@ -129,11 +129,12 @@ class TestContent:
         with pytest.raises(InvalidRequestError, match="no attribute 'content'"):
             template("smollm2").render(tools, add_generation_prompt=True)
 
-    @pytest.mark.parametrize("arguments", ["{", "[1]", "3"])
+    @pytest.mark.parametrize("arguments", ["{", "[1]", "3", "x" * 100_000])
     def test_arguments_that_are_no_json_object_are_refused(self, arguments: str) -> None:
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
         error = refusal("x", [{"role": "assistant", "tool_calls": [call]}])
         assert error.field == "chat.messages[0].tool_calls[0].function.arguments"
+        assert len(error.message) < 200
 
     def test_the_callers_messages_stay_as_they_are(self) -> None:
         messages = copy.deepcopy(CONVERSATIONS["prefill"])

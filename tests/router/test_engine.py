@@ -18,6 +18,7 @@ from octavo.errors import (
     DeadlineError,
     GenerationError,
     InternalError,
+    InvalidRequestError,
     OverloadedError,
     RequestCancelledError,
     UnavailableError,
@@ -329,6 +330,36 @@ async def test_a_full_queue_refuses_by_prompt_tokens() -> None:
             await read_ok(stream)
 
 
+async def test_room_is_known_before_a_prompt_is_read() -> None:
+    async with serving(max_num_seqs=1, max_waiting_requests=2) as router:
+        router.client.answering.clear()
+        running = router.submit(make_request("running", max_tokens=2))
+        await router.client.sent.wait()
+        waiting = router.submit(make_request("waiting", max_tokens=2))
+        router.engine.check_room(0)
+        with pytest.raises(OverloadedError, match="2 requests wait, the limit is 2"):
+            router.engine.check_room(1)
+        assert router.value("octavo_requests_refused_total", reason="overloaded") == 1
+        router.client.answering.set()
+        for stream in (running, waiting):
+            await read_ok(stream)
+        router.engine.begin_drain()
+        with pytest.raises(UnavailableError, match="stopping"):
+            router.engine.check_room(0)
+
+
+async def test_stop_strings_that_are_refused_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> TextStream:
+        raise InvalidRequestError("too many", field="stop.stop")
+
+    async with serving() as router:
+        monkeypatch.setattr(stream_module, "TextStream", refuse)
+        with pytest.raises(InvalidRequestError, match="too many"):
+            router.submit(make_request(max_tokens=5))
+        router.engine.check_integrity()
+        assert router.engine.state().queue.request_count == 0
+
+
 async def test_what_cannot_run_is_refused_at_once() -> None:
     async with serving(FakeClient(description(block_size=4, num_blocks=10))) as router:
         assert router.engine.model.max_model_len == 40
@@ -543,6 +574,20 @@ async def test_a_bug_in_a_step_is_an_error_for_those_who_run_and_not_the_end(mon
             assert isinstance(answer.error, InternalError)
         await until(lambda: router.engine.is_ready)
         await read_ok(router.submit(make_request(max_tokens=5)))
+
+
+async def test_a_bug_that_spoils_the_scheduler_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving() as router:
+        scheduler = router.engine._scheduler
+        for name in ("apply", "end_session", "cancel"):
+            monkeypatch.setattr(scheduler, name, lambda *args: 1 / 0)
+        streams = [router.submit(make_request(str(index), max_tokens=5)) for index in range(2)]
+        for stream in streams:
+            answer = await read(stream)
+            assert isinstance(answer.error, InternalError)
+        await until(lambda: router.engine.is_ready)
+        await read_ok(router.submit(make_request(max_tokens=5)))
+        await router.until_idle()
 
 
 async def test_an_idle_session_is_renewed_and_no_plans_are_sent() -> None:

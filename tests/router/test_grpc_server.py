@@ -111,6 +111,15 @@ async def test_the_unix_socket_and_compression(served: Served, tmp_path: Path) -
         assert (await stub.Tokenize(pb.TokenizeRequest(text="x" * 1000))).token_ids == [120] * 1000
 
 
+async def test_a_long_message_does_not_cost_the_status(served: Served) -> None:
+    served.engine.refusal = InvalidRequestError("é" * 100_000, field="chat")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.inference.Generate(pb.GenerateRequest(text="Hi")).read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "é" * (grpc_errors.MAX_MESSAGE_BYTES // 2) + "..."
+    assert len(details_of(caught.value)) == 2
+
+
 async def test_a_wrong_field_is_named(served: Served) -> None:
     request = pb.GenerateRequest(text="Hi")
     request.sampling.temperature = -1

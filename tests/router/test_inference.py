@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import threading
 import time
 from typing import Any
 
@@ -21,6 +22,7 @@ from octavo.errors import (
     UnsupportedError,
 )
 from octavo.v1 import inference_pb2 as pb
+from octavo_router import validation
 from octavo_router.chat_template import ChatTemplate
 from octavo_router.request import FinishReason
 from tests.router.fake_engine import EOS, FakeEngine, LineTemplate, make_inference
@@ -124,6 +126,7 @@ async def test_zero_temperature_and_neutral_values_are_values() -> None:
         ({"stop": {"stop": ["x"] * 17}}, "stop.stop", "stop has 17 strings; at most 16"),
         ({"stop": {"stop": ["x" * 1025]}}, "stop.stop", "1025 characters"),
         ({"stop": {"stopTokenIds": [5, 300]}}, "stop.stop_token_ids", "stop_token_ids holds 300"),
+        ({"stop": {"stopTokenIds": [5] * 301}}, "stop.stop_token_ids", "stop_token_ids has 301 ids"),
         ({"output": {"logprobs": 21}}, "output.logprobs", "logprobs is 21; it must be from 0 to 20"),
         ({"tokenIds": {"ids": [1, 999999]}}, "token_ids", "999999; token ids of this model are from 0 to 299"),
         ({"tokenIds": {"ids": []}}, "token_ids", "the prompt is empty"),
@@ -148,6 +151,36 @@ def json_format_names(fields: dict[str, Any]) -> dict[str, Any]:
     return {
         {"tokenIds": "token_ids", "requestId": "request_id"}.get(name, name): value for name, value in fields.items()
     }
+
+
+async def test_without_room_no_prompt_is_read() -> None:
+    engine, template = FakeEngine(), LineTemplate()
+    engine.max_reading = 1
+    inference = make_inference(engine, template)
+    request = request_of(chat={"messages": [{"role": "user", "content": "Hi"}]})
+    async with contextlib.aclosing(inference.generate(request)) as accepted:
+        reading = asyncio.ensure_future(anext(accepted))
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="1 prompts are being read"):
+            await anext(inference.generate(request))
+        await reading
+    assert len(template.calls) == 1
+    with pytest.raises(InvalidRequestError):
+        await anext(inference.generate(request_of(text="")))
+    await anext(inference.generate(request))
+
+
+async def test_token_ids_to_decode_are_checked_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    monkeypatch.setattr(validation, "check_token_ids", lambda *args: threads.append(threading.current_thread().name))
+    await make_inference(FakeEngine()).detokenize(pb.DetokenizeRequest(token_ids=[72]))
+    (name,) = threads
+    assert name.startswith("tokenizer")
+
+
+async def test_more_token_ids_than_are_decoded_at_once() -> None:
+    with pytest.raises(InvalidRequestError, match="token_ids has 1048577 ids; at most 1048576 are decoded at once"):
+        await make_inference(FakeEngine()).detokenize(pb.DetokenizeRequest(token_ids=[1] * ((1 << 20) + 1)))
 
 
 @pytest.mark.parametrize(

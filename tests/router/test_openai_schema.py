@@ -13,6 +13,7 @@ from octavo_router.openai_requests import chat_request, completion_requests, par
 from octavo_router.openai_schema import (
     ChatCompletionBody,
     CompletionBody,
+    DetokenizeBody,
     Message,
     StreamOptions,
     TokenizeBody,
@@ -53,6 +54,37 @@ def test_every_parameter_reaches_its_field() -> None:
         priority=-3,
         cache_salt="s",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": ["x"] * 2049}, "prompt has 2049 prompts; at most 2048 are possible"),
+        ({"prompt": ["x"] * 2048, "stop": "y" * 40_000}, "2048 prompts with 40014 bytes of parameters each"),
+    ],
+)
+def test_a_body_does_not_grow_beyond_measure(fields: dict[str, Any], message: str) -> None:
+    body = parse_body(CompletionBody, json.dumps(fields).encode())
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        completion_requests(body, "r1")
+    assert caught.value.field == "prompt"
+
+
+def test_the_first_of_many_wrong_items_is_told_and_no_other_looked_at() -> None:
+    for body, fields, field in [
+        (DetokenizeBody, {"tokens": [1, "a"] + [{}] * 1000}, "tokens[1]"),
+        (CompletionBody, {"prompt": "x", "stop_token_ids": [None] * 1000}, "stop_token_ids[0]"),
+        (ChatCompletionBody, {"messages": [5] * 1000}, "messages[0]"),
+    ]:
+        with pytest.raises(InvalidRequestError) as caught:
+            parse_body(body, json.dumps(fields).encode())
+        assert caught.value.field == field
+
+
+def test_many_unknown_fields_are_counted() -> None:
+    fields = {"prompt": "x"} | {f"k{index}": 1 for index in range(1000)}
+    with pytest.raises(InvalidRequestError, match="the body has 1000 fields that are wrong or unknown"):
+        parse_body(CompletionBody, json.dumps(fields).encode())
 
 
 def test_what_is_not_given_is_not_set() -> None:

@@ -18,7 +18,6 @@ def test_max_model_len(configured: int, of_model: int, num_blocks: int, expected
     model = ServedModel.from_description(
         description(block_size=4, num_blocks=num_blocks, max_model_len=of_model),
         RouterConfig(max_model_len=configured, served_model_name=("first", "second")),
-        eos_token_ids=frozenset({1}),
         default_sampling=Sampling(),
         created_unix_s=0.0,
     )

@@ -11,7 +11,7 @@ from octavo.errors import GenerationError
 from octavo_router.request import FinishReason, Usage
 from octavo_router.results import TokenSampled
 from octavo_router.sequence import SequenceGroup
-from octavo_router.stream import Delivery, RequestStream
+from octavo_router.stream import Delivery, RequestStream, samples_of
 from tests.router.fake_client import letter_tokenizer
 from tests.router.harness import EOS, make_request
 
@@ -21,7 +21,7 @@ C, D, E = 2, 3, 4
 def make_delivery(n: int = 1) -> Delivery:
     request = make_request(num_prompt=7, max_tokens=10, n=n)
     group = SequenceGroup(request, arrival=1, first_sequence_id=1, eos_token_ids=EOS, now=0.0)
-    return Delivery(group, letter_tokenizer())
+    return Delivery(group, samples_of(request, letter_tokenizer()))
 
 
 def give(delivery: Delivery, token_id: int, index: int = 0, reason: FinishReason | None = None) -> None:
@@ -43,6 +43,12 @@ async def test_deltas_are_joined_until_they_are_read() -> None:
     assert (first.usage, last.usage) == (None, Usage(7, 3))
     assert (first.deltas[0].finish_reason, last.deltas[0].finish_reason) == (None, FinishReason.LENGTH)
     assert [update async for update in stream] == []
+
+
+def test_samples_share_what_is_made_of_their_stop_strings() -> None:
+    samples = samples_of(make_request(n=3, stop=("never", "ever")), letter_tokenizer())
+    assert len({id(sample.text._plain._goto) for sample in samples if sample.text._plain}) == 1
+    assert len({id(sample.text) for sample in samples}) == 3
 
 
 async def test_an_update_has_a_delta_for_each_sample_that_gained_something() -> None:

@@ -307,6 +307,22 @@ class TestStopAtSpecialTokens:
         check()
 
 
+def test_another_text_has_the_settings_and_nothing_of_the_text() -> None:
+    tokenizer = byte_level()
+    first = TextStream(tokenizer, skip_special_tokens=True, stop=["aba", "<|im_end|>!"])
+    for token_id in tokenizer.encode("xab"):
+        first.append(token_id)
+    second = first.begin_another()
+    ids = tokenizer.encode("aXaba")
+    assert [second.append(token_id) for token_id in ids][-1] == "aba"
+    assert second.take() == "aX"
+    assert first.append(tokenizer.encode("a")[0]) == "aba"
+    assert first.take() == "x"
+    assert second._plain is not None
+    assert first._plain is not None
+    assert second._plain._goto is first._plain._goto, "what stop strings are looked for with is made once"
+
+
 class TestStopMatcher:
     @settings(max_examples=150, deadline=None)
     @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4))

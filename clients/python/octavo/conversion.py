@@ -8,7 +8,7 @@ refused here, with the error the server would have used.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast, get_type_hints
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -76,6 +76,13 @@ def _assign(message: ProtoMessage, field: str, value: Any, path: str = "") -> No
         kind = _EXPECTED.get(descriptor.type, "of another kind")
         expected = f"a list, each item {kind}" if hasattr(target, "extend") else kind
         raise InvalidRequestError(f"{path} is {_shown(value)}; it must be {expected}", field=path) from None
+
+
+def _items(value: Any, path: str, expected: str) -> Iterable[Any]:
+    """A list's items. Raises InvalidRequestError for what is no list."""
+    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
+        raise InvalidRequestError(f"{path} is {_shown(value)}; it must be {expected}", field=path)
+    return value
 
 
 def _shown(value: Any) -> str:
@@ -156,9 +163,7 @@ def detokenize_request(
 def chat_prompt(messages: Sequence[Message], options: ChatOptions) -> inference_pb2.ChatPrompt:
     """A conversation in OpenAI's form as the contract's message."""
     chat = inference_pb2.ChatPrompt()
-    if isinstance(messages, Mapping | str):
-        raise InvalidRequestError(f"messages is {_shown(messages)}; it must be a list of messages", field="messages")
-    for index, message in enumerate(messages):
+    for index, message in enumerate(_items(messages, "messages", "a list of messages")):
         _add_message(chat.messages.add(), message, f"messages[{index}]")
     if "add_generation_prompt" in options:
         _assign(chat, "add_generation_prompt", options["add_generation_prompt"])
@@ -168,7 +173,7 @@ def chat_prompt(messages: Sequence[Message], options: ChatOptions) -> inference_
         _assign(chat, "chat_template", options["chat_template"])
     if "chat_template_kwargs" in options:
         _assign(chat, "template_variables", options["chat_template_kwargs"])
-    for index, tool in enumerate(options.get("tools", ())):
+    for index, tool in enumerate(_items(options.get("tools", ()), "tools", "a list of tools")):
         _add_tool(chat.tools.add(), tool, f"tools[{index}]")
     if (choice := options.get("tool_choice")) is not None:
         if choice in _TOOL_CHOICES:
@@ -259,7 +264,7 @@ def _set_stop(message: sampling_pb2.StopConditions, params: SamplingParams) -> N
     if params.max_tokens is not None:
         _assign(message, "max_tokens", params.max_tokens, "stop")
     _assign(message, "min_tokens", params.min_tokens, "stop")
-    _assign(message, "stop", params.stop_strings, "stop")
+    _assign(message, "stop", [params.stop] if isinstance(params.stop, str) else params.stop or (), "stop")
     _assign(message, "stop_token_ids", params.stop_token_ids or (), "stop")
     _assign(message, "ignore_eos", params.ignore_eos, "stop")
     _assign(message, "include_stop_in_text", params.include_stop_str_in_output, "stop")
@@ -289,14 +294,15 @@ def _add_message(target: inference_pb2.ChatMessage, message: Message, path: str)
     if isinstance(content, str):
         _assign(target, "content", content, path)
     elif content is not None:
-        for index, part in enumerate(content):
+        for index, part in enumerate(_items(content, f"{path}.content", "a text or a list of parts")):
             where = f"{path}.content[{index}]"
             if not isinstance(part, Mapping) or part.get("type") != "text" or part.keys() != {"type", "text"}:
                 raise InvalidRequestError(
                     f"{where} is {_shown(part)}; a part is {{'type': 'text', 'text': ...}}", field=where
                 )
             _assign(target.content_parts.add(), "text", part["text"], where)
-    for index, call in enumerate(message.get("tool_calls") or ()):
+    calls = _items(message.get("tool_calls") or (), f"{path}.tool_calls", "a list of calls")
+    for index, call in enumerate(calls):
         where = f"{path}.tool_calls[{index}]"
         function = _function_of(call, where)
         added = target.tool_calls.add()

@@ -24,6 +24,8 @@ from octavo.errors import (
 )
 
 _DETAILS_KEY = "grpc-status-details-bin"
+# How every gRPC library refuses a message above its limit. The code is an overload's, but another try has no use.
+_TOO_LARGE = "larger than max"
 
 
 class FailedCall(Protocol):
@@ -47,6 +49,11 @@ def error_of(call: FailedCall, address: str) -> OctavoError:
     if info.domain != ERROR_DOMAIN and code is grpc.StatusCode.UNAVAILABLE:
         return UnavailableError(
             f"cannot reach an Octavo server at {address}: is `octavo serve` running there? ({message or 'no answer'})"
+        )
+    if info.domain != ERROR_DOMAIN and code is grpc.StatusCode.RESOURCE_EXHAUSTED and _TOO_LARGE in message:
+        return InvalidRequestError(
+            f"the request is larger than the server at {address} takes; send less, or start it with more "
+            f"--max-request-bytes ({message})"
         )
     kind = _class_of(code, info.reason)
     if issubclass(kind, InvalidRequestError):

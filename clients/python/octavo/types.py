@@ -148,13 +148,6 @@ class SamplingParams:
         """Parameters that leave the choice of tokens to the model's own defaults."""
         return cls(temperature=None, top_p=None, top_k=None, max_tokens=max_tokens)
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, whichever way it was given."""
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
 
 @dataclass(frozen=True)
 class Logprob:

@@ -65,13 +65,15 @@ def test_json_lines_with_parameters_of_their_own(router: FakeRouter, tmp_path: P
         {"prompt": "x", "max_token": 2},
         {"prompt": "x", "messages": []},
         {"prompt": "x", "max_tokens": -1},
+        {"prompt": "x", "stop": 5},
+        {"messages": 5},
         ["no object"],
     ]
     source.write_text("\n".join([*map(json.dumps, lines), "no json"]))
     arguments = ["generate", "--address", router.address, "--input", str(source), "--output", str(target)]
     assert main([*arguments, "--no-progress"]) == 1
     found = records(target.read_text())
-    assert [record["index"] for record in found] == list(range(8))
+    assert [record["index"] for record in found] == list(range(10))
     assert [record.get("text") for record in found[:3]] == ["HE", "YOU", "HI"]
     assert found[0]["finish_reason"] == "length"
     assert found[3]["error"] == {
@@ -81,8 +83,10 @@ def test_json_lines_with_parameters_of_their_own(router: FakeRouter, tmp_path: P
     }
     assert "exactly one of prompt, messages, prompt_token_ids" in found[4]["error"]["message"]
     assert found[5]["error"]["field"] == "stop.max_tokens"
-    assert "must be a JSON object" in found[6]["error"]["message"]
-    assert "not JSON" in found[7]["error"]["message"]
+    assert found[6]["error"]["field"] == "stop.stop"
+    assert found[7]["error"]["field"] == "messages"
+    assert "must be a JSON object" in found[8]["error"]["message"]
+    assert "not JSON" in found[9]["error"]["message"]
 
 
 def test_one_prompt_s_error_is_in_its_line(router: FakeRouter, capsys: pytest.CaptureFixture[str]) -> None:

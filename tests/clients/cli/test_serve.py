@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from octavo.cli import main
+from octavo.errors import UnavailableError
 from octavo.process import ProcessPair, RestartPolicy
 from octavo.program import ProgramSpec
 
@@ -102,6 +103,18 @@ def test_a_worker_that_keeps_dying_exits_1(pairs: list[ProcessPair], capsys: pyt
     when_ready(pairs, lambda pair: os.kill(pair.pids()["worker"], signal.SIGKILL))
     assert main(["serve", "--port=-1", "--grpc-port=-1"]) == 1
     assert "octavo: error: the worker died 1 times in a row" in capsys.readouterr().err
+
+
+def test_a_failure_while_announcing_leaves_nothing_running(
+    pairs: list[ProcessPair], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object) -> None:
+        raise UnavailableError("gone")
+
+    monkeypatch.setattr("octavo.cli.serve._announce", fail)
+    assert main(["serve", "--port=-1", "--grpc-port=-1"]) == 1
+    assert "octavo: error: gone" in capsys.readouterr().err
+    assert pairs[0].pids() == {}
 
 
 def test_commands_start_a_server_of_their_own(pairs: list[ProcessPair], capsys: pytest.CaptureFixture[str]) -> None:

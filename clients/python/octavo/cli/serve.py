@@ -53,23 +53,25 @@ def run(args: argparse.Namespace) -> int:
     events: SimpleQueue[_Event] = SimpleQueue()
     with _signals_to(events):
         started_at = time.monotonic()
-        pair = ProcessPair(
+        with ProcessPair(
             worker, router, on_log=_show, on_ready=events.put, on_end=lambda error: events.put(_Ended(error))
-        )
-        is_stopping = False
-        while True:
-            event = events.get()
-            if isinstance(event, Endpoints):
-                _announce(event, time.monotonic() - started_at)
-            elif isinstance(event, signal.Signals):
-                if not is_stopping:
-                    _show("octavo", f"{event.name}: stopping; running requests may finish. Once more to stop at once")
-                pair.begin_stop(at_once=is_stopping)
-                is_stopping = True
-            elif event.error is not None:
-                raise event.error
-            else:
-                return 0
+        ) as pair:
+            is_stopping = False
+            while True:
+                event = events.get()
+                if isinstance(event, Endpoints):
+                    _announce(event, time.monotonic() - started_at)
+                elif isinstance(event, signal.Signals):
+                    if not is_stopping:
+                        _show(
+                            "octavo", f"{event.name}: stopping; running requests may finish. Once more to stop at once"
+                        )
+                    pair.begin_stop(at_once=is_stopping)
+                    is_stopping = True
+                elif event.error is not None:
+                    raise event.error
+                else:
+                    return 0
 
 
 @contextlib.contextmanager
@@ -104,8 +106,7 @@ def _line_to_try(endpoints: Endpoints, model: str) -> str:
     if not endpoints.http:
         return f"octavo chat --address {endpoints.grpc} --temperature 0 --message '{_QUESTION}'"
     body = {"model": model, "messages": [{"role": "user", "content": _QUESTION}], "temperature": 0}
-    base = endpoints.http.replace("//0.0.0.0:", "//127.0.0.1:")
-    return f"curl {base}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    return f"curl {endpoints.http}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
 def _show(name: str, line: str) -> None:
