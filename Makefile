@@ -3,6 +3,7 @@
 PYTHON ?= python3
 MODEL ?= SmolLM2-135M-Instruct
 ARGS ?=
+SEEDS ?= 200
 
 # On a machine without an NVIDIA GPU, where the configured package index would bring a CUDA build of torch, torch comes from here,
 # if it answers. Set it to a mirror of your own, or set TORCH_BUILD=cuda or TORCH_BUILD=cpu to say which build you want.
@@ -18,7 +19,7 @@ PROTOS := $(shell find protos -name '*.proto' | sort)
 SOURCES := clients/python/octavo router/octavo_router worker/octavo_worker kernels/octavo_kernels
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev serve test test-full check format proto bench up clean
+.PHONY: help setup setup-dev serve test test-full simulate check format proto bench bench-paging bench-prefix up clean
 
 help: ## Shows the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -42,6 +43,9 @@ test: $(VENV)/.dev ## Runs the tests. ARGS="tests/router -k stop"
 test-full: $(VENV)/.dev ## Runs the whole matrix of equality tests as well. Takes long.
 	$(BIN)/python -m pytest --timeout 3600 $(ARGS)
 
+simulate: $(VENV)/.dev ## Simulates the router's core. SEEDS=2000 (a count), SEEDS=9000:9040 (a range), ARGS="--trace"
+	$(BIN)/python -m tests.simulator.run --seeds $(SEEDS) $(ARGS)
+
 check: $(VENV)/.dev ## Lints, checks types, the contract, generated code and who may import whom.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,6 +65,12 @@ proto: $(VENV)/.dev ## Generates the Python stubs from protos/.
 bench: $(VENV)/.runtime ## Compares speed side by side with transformers, in one run.
 	$(PYTHON) scripts/setup.py --venv .venv-bench --peer transformers
 	$(BIN)/python benchmarks/bench_serving.py --peer-python .venv-bench/bin/python $(ARGS)
+
+bench-paging: $(VENV)/.runtime ## Compares paged KV memory with slots of the maximum length and static batches, in one run.
+	$(BIN)/python benchmarks/bench_paging.py $(ARGS)
+
+bench-prefix: $(VENV)/.runtime ## Measures the time to the first token behind a cached prefix.
+	$(BIN)/python benchmarks/bench_prefix.py $(ARGS)
 
 up: ## Builds the images and starts router and worker in containers.
 	@if docker compose version >/dev/null 2>&1; then docker compose up --build $(ARGS); else docker-compose up --build $(ARGS); fi

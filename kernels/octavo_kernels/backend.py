@@ -172,7 +172,9 @@ class Backend(Protocol):
     def move_blocks(self, source: Tensor, source_blocks: Tensor, target: Tensor, target_blocks: Tensor) -> None:
         """target[target_blocks[i]] = source[source_blocks[i]] between two pools of one layout (swap). Mutates target.
 
-        source_blocks, target_blocks: (n,) int64 on the CPU; no target twice.
+        source_blocks, target_blocks: (n,) int64 on the CPU; no target twice. On the CPU the move is over on return.
+        Between another device and pinned memory of the host it runs on the device's current stream, and the caller
+        orders it against what uses the blocks.
         """
         ...
 

@@ -125,7 +125,11 @@ class ReferenceBackend:
     def move_blocks(self, source: Tensor, source_blocks: Tensor, target: Tensor, target_blocks: Tensor) -> None:
         _check_range("source block", source_blocks, source.shape[0])
         _check_range("target block", target_blocks, target.shape[0])
-        target[target_blocks.to(target.device)] = source[source_blocks.to(source.device)].to(target.device)
+        if source.device == target.device:
+            target[target_blocks.to(target.device)] = source[source_blocks.to(source.device)]
+            return
+        for first, to, count in _runs(source_blocks.tolist(), target_blocks.tolist()):
+            target[to : to + count].copy_(source[first : first + count], non_blocking=True)
 
     def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         if bool((~(temperatures >= 0)).any()):
@@ -137,6 +141,16 @@ class ReferenceBackend:
         scores = (logits - top) / divisor + torch.where(greedy[:, None], 0.0, noise)
         ids = _first_argmax(scores)
         return torch.where(top[:, 0].isfinite(), ids, -1)
+
+
+def _runs(sources: list[int], targets: list[int]) -> Iterator[tuple[int, int, int]]:
+    """(source, target, length) of the stretches in which both ids grow by one: each is one copy."""
+    begin = 0
+    for end in range(1, len(sources) + 1):
+        if end < len(sources) and sources[end] == sources[end - 1] + 1 and targets[end] == targets[end - 1] + 1:
+            continue
+        yield sources[begin], targets[begin], end - begin
+        begin = end
 
 
 def _first_argmax(scores: Tensor) -> Tensor:

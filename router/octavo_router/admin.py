@@ -1,4 +1,4 @@
-"""AdminService: shows operators what the engine holds, and begins its drain."""
+"""AdminService: shows operators what the engine holds, begins its drain, and flushes the prefix cache."""
 
 from __future__ import annotations
 
@@ -29,3 +29,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         logger.info("%s asks to drain", context.peer())
         return admin_pb2.DrainResponse(request_count=self._engine.begin_drain())
+
+    async def FlushPrefixCache(
+        self, request: admin_pb2.FlushPrefixCacheRequest, context: Context
+    ) -> admin_pb2.FlushPrefixCacheResponse:
+        num_blocks = self._engine.flush_prefix_cache()
+        logger.info("%s flushed the prefix cache: %d blocks are free again", context.peer(), num_blocks)
+        return admin_pb2.FlushPrefixCacheResponse(block_count=num_blocks)

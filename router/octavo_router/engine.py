@@ -33,12 +33,13 @@ from octavo.worker.v1 import worker_pb2
 from octavo_router import __version__, metrics, snapshot
 from octavo_router.admission import Admission, Waiting
 from octavo_router.metrics import Metrics
-from octavo_router.request import Request, Sampling
-from octavo_router.results import Event, ProtocolError, RequestFailed, TokenSampled
+from octavo_router.request import FinishReason, Request, Sampling
+from octavo_router.results import BeamsFinished, Event, ProtocolError, RequestFailed, TokenSampled
+from octavo_router.sample import End
 from octavo_router.scheduler import Scheduler
 from octavo_router.served_model import ServedModel, limits_of
 from octavo_router.step_loop import StepLoop
-from octavo_router.stream import Delivery, RequestStream, samples_of
+from octavo_router.stream import Delivery, RequestStream
 from octavo_router.tokenizer import Tokenizer
 from octavo_router.worker_client import SessionLostError, WorkerClient, backoff, wait_for_worker
 
@@ -171,6 +172,14 @@ class Engine:
             ],
         )
 
+    def flush_prefix_cache(self) -> int:
+        """Forgets every cached prefix, on both tiers; requests that run keep their blocks. Returns how many blocks
+        became free.
+        """
+        num_blocks = self._scheduler.flush_prefix_cache()
+        self._wake.set()
+        return num_blocks
+
     def check_integrity(self) -> None:
         """Asserts the scheduler's invariants, and that it and the streams agree on who has not ended."""
         self._scheduler.check_integrity()
@@ -183,7 +192,8 @@ class Engine:
 
         Raises UnavailableError while draining or without a worker for long, ContextLengthError for a request that could
         never run, OverloadedError when the queue is full, DeadlineError when its deadline has passed,
-        InvalidRequestError for stop strings that cannot be looked for.
+        ResumeMismatchError for a resume that holds what the request cannot have given, InvalidRequestError for stop
+        strings that cannot be looked for.
         """
         now = self._clock()
         self._check_available()
@@ -196,17 +206,35 @@ class Engine:
             self._metrics.refused(metrics.REFUSED_TOO_LONG)
             raise
         self._check_queue(num_prompt_tokens, self._waiting())
-        samples = samples_of(request, self._tokenizer)
-        group = self._scheduler.add(request, now=now)
-        delivery = Delivery(group, samples)
-        self._deliveries[group.arrival] = delivery
+        delivery = self._take_in(request, now)
+        self._deliveries[delivery.group.arrival] = delivery
         self._idle.clear()
         self._metrics.accepted(num_prompt_tokens)
         if request.deadline is not None:
             loop = asyncio.get_running_loop()
-            self._timers[group.arrival] = loop.call_later(request.deadline - now, self._expire, delivery)
+            self._timers[delivery.group.arrival] = loop.call_later(request.deadline - now, self._expire, delivery)
+        self._end_held(delivery)
         self._wake.set()
         return RequestStream(delivery, self._cancel)
+
+    def _take_in(self, request: Request, now: float) -> Delivery:
+        """Gives a request to the scheduler. Raises as `submit` does; the scheduler then has nothing of it."""
+        group = self._scheduler.add(request, now=now)
+        try:
+            return Delivery(group, self._tokenizer)
+        except BaseException:
+            self._scheduler.cancel(group)
+            raise
+
+    def _end_held(self, delivery: Delivery) -> None:
+        """Ends the samples of a resume that have ended with what their caller holds."""
+        end: End | None = None
+        for held in delivery.group.request.resumed:
+            end = delivery.samples[held.sample_index].end
+            if end is not None:
+                self._scheduler.finish(delivery.group.sequences[held.sample_index])
+        if end is not None and delivery.num_open == 0:
+            self._end(delivery, end.reason)
 
     def check_room(self, num_reading: int) -> None:
         """Refuses a request before its prompt is read, for the reasons of `submit` that are known by then.
@@ -407,37 +435,54 @@ class Engine:
         now = self._clock()
         num_tokens = 0
         for event in events:
-            group = event.group if isinstance(event, RequestFailed) else event.sequence.group
+            group = event.sequence.group if isinstance(event, TokenSampled) else event.group
             delivery = self._deliveries.get(group.arrival)
             if delivery is None:
                 continue  # it was cancelled after the result came
             if isinstance(event, RequestFailed):
                 self._abandon(delivery, GenerationError(f"the request failed: {event.message}"), metrics.FINISH_ERROR)
                 continue
-            num_tokens += 1
             try:
-                self._deliver_token(delivery, event, now)
+                if isinstance(event, BeamsFinished):
+                    num_tokens += self._deliver_beams(delivery, event, now)
+                else:
+                    num_tokens += 1
+                    self._deliver_token(delivery, event, now)
             except Exception:
-                logger.exception("request %s failed on token %d", group.request.request_id, event.token_id)
+                logger.exception("request %s failed on %s", group.request.request_id, type(event).__name__)
                 error = InternalError("the request failed in the router; this is a bug, see the router's log")
                 self._abandon(delivery, error, metrics.FINISH_ERROR)
         self._metrics.tokens(num_tokens)
 
     def _deliver_token(self, delivery: Delivery, event: TokenSampled, now: float) -> None:
-        group = delivery.group
-        if not delivery.has_tokens:
-            self._metrics.first_token(now - group.arrived_at)
-            self._metrics.started((group.started_at or now) - group.arrived_at)
+        if not delivery.has_new_tokens:
+            self._note_first_token(delivery, now)
         reason = delivery.add(event, now)
         if reason is None:
             return
         sample = delivery.samples[event.sequence.sample_index]
-        self._metrics.sample_finished(now - sample.first_token_at, sample.num_tokens)
+        self._metrics.sample_finished(now - sample.first_token_at, sample.num_new_tokens)
         self._scheduler.finish(event.sequence)  # has no effect unless it was a stop string that ended the sample
         self._wake.set()
         if delivery.num_open == 0:
-            delivery.end()
-            self._forget(delivery, reason.value)
+            self._end(delivery, reason)
+
+    def _deliver_beams(self, delivery: Delivery, event: BeamsFinished, now: float) -> int:
+        """Delivers a beam search, which the scheduler has ended. Returns how many tokens that are."""
+        self._note_first_token(delivery, now)
+        delivery.add_beams(event.hypotheses)
+        self._end(delivery, event.hypotheses[0].finish_reason)
+        return sum(sample.num_tokens for sample in delivery.samples)
+
+    def _note_first_token(self, delivery: Delivery, now: float) -> None:
+        group = delivery.group
+        self._metrics.first_token(now - group.arrived_at)
+        self._metrics.started((group.started_at or now) - group.arrived_at)
+
+    def _end(self, delivery: Delivery, reason: FinishReason) -> None:
+        """Every sample of a request has ended, the last for this reason."""
+        delivery.end()
+        self._forget(delivery, reason.value)
 
 
 def _first(error: BaseException) -> BaseException:

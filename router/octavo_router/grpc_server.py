@@ -44,6 +44,8 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_send_message_length", -1),
 )
+# Initial metadata by which a caller who has no response yet knows that its request was accepted.
+ACCEPTED_METADATA = (("octavo-accepted", "1"),)
 _MAX_SOCKET_PATH = 100
 _INT32_MAX = 2**31 - 1
 
@@ -56,7 +58,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     # Written, not yielded: a generator that is cancelled while gRPC sends would end only when it is collected.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
-        responses = self._inference.generate(request, deadline=_deadline(context))
+        responses = self._inference.generate(
+            request,
+            deadline=_deadline(context),
+            on_accepted=lambda: context.send_initial_metadata(ACCEPTED_METADATA),
+        )
         await _answered(context, _write_all(responses, context))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:

@@ -1,7 +1,8 @@
 """The public contract over the engine: octavo.v1 messages in, octavo.v1 messages out.
 
 gRPC and HTTP both call `Inference`, so a request means the same and fails the same on either. It checks requests
-(`validation.py`), reads prompts off the event loop (`prompts.py`) and hands the engine what it takes (`request.py`).
+(`validation.py`, `resume.py`), reads prompts off the event loop (`prompts.py`) and hands the engine what it takes
+(`request.py`).
 How messages and errors travel is the front ends' matter.
 """
 
@@ -10,14 +11,23 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from octavo.errors import ContextLengthError, DeadlineError, ModelNotFoundError
 from octavo.v1 import inference_pb2 as pb
-from octavo_router import validation
+from octavo_router import resume, validation
 from octavo_router.metrics import REFUSED_TOO_LONG
-from octavo_router.request import FinishReason, Output, Request, RequestUpdate, SampleDelta, TokenLogprobs, Usage
+from octavo_router.request import (
+    FinishReason,
+    Output,
+    Request,
+    RequestUpdate,
+    ResumedSample,
+    SampleDelta,
+    TokenLogprobs,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from octavo_router.engine import Engine
@@ -54,19 +64,26 @@ class Inference:
         return self._engine.model.digest
 
     async def generate(
-        self, request: pb.GenerateRequest, *, deadline: float | None = None
+        self,
+        request: pb.GenerateRequest,
+        *,
+        deadline: float | None = None,
+        on_accepted: Callable[[], Awaitable[None]] | None = None,
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Generates. Nothing is yielded before the request is accepted; then comes a response with PromptInfo at once,
         and further ones as tokens come. With final_only there is one response, at the end.
 
-        deadline: in seconds of time.monotonic. Close the generator (contextlib.aclosing) to release a request early.
+        deadline: in seconds of time.monotonic. on_accepted: awaited once the request is accepted. Close the generator
+        (contextlib.aclosing) to release a request early.
         Raises any of `octavo.errors` that `ERROR_TABLE` maps to a client's fault, an overload or an unavailability.
         """
-        engine_request, echo = await self._accepted(request, deadline)
+        engine_request, echoes = await self._accepted(request, deadline)
         request_id = engine_request.request_id
         stream = self._engine.submit(engine_request)
         try:
-            first = self._first_response(request, engine_request, echo)
+            if on_accepted is not None:
+                await on_accepted()
+            first = self._first_response(request, engine_request, echoes)
             if request.output.final_only:
                 yield await self._only_response(first, stream)
                 return
@@ -112,14 +129,19 @@ class Inference:
         if name and name not in names:
             raise ModelNotFoundError(f"model {name[:200]!r} is not served here; served: {', '.join(names)}")
 
-    async def _accepted(self, request: pb.GenerateRequest, deadline: float | None) -> tuple[Request, str]:
-        """The request as the engine takes it, and the text that its answers begin with."""
+    async def _accepted(self, request: pb.GenerateRequest, deadline: float | None) -> tuple[Request, Sequence[str]]:
+        """The request as the engine takes it, and the text that each sample begins with; none for no echo."""
         validation.refuse_unsupported(request)
         validation.check_request_id(request.request_id)
         self._check_model(request.model)
         model = self._engine.model
         # What costs nothing to check comes before the prompt is tokenized.
         sampling = validation.sampling_of(request.sampling, model.default_sampling)
+        if is_resumed := request.HasField("resume"):
+            resume.check_model(request.resume, model.digest)
+            sampling = resume.resumed_sampling(
+                request.resume, sampling, is_seed_given=request.sampling.HasField("seed")
+            )
         output = validation.output_of(request.output)
         self._engine.check_room(self._num_reading)
         try:
@@ -133,6 +155,20 @@ class Inference:
         except ContextLengthError:
             self._metrics.refused(REFUSED_TOO_LONG)
             raise
+        echo = await self._echo(request, prompt, output) if request.output.echo else ""
+        echoes: Sequence[str] = [echo] * sampling.n if echo else ()
+        resumed: tuple[ResumedSample, ...] = ()
+        if is_resumed:
+            resume.check_prompt(request.resume, prompt.token_ids)
+            resumed = resume.resumed_samples(
+                request.resume,
+                sampling,
+                num_echo_bytes=len(echo.encode()),
+                max_tokens=stopping.max_tokens,
+                vocab_size=model.vocab_size,
+            )
+            if echo:
+                echoes = resume.unsent_echo(request.resume, sampling, echo)
         accepted = Request(
             request_id=request.request_id or new_request_id(),
             prompt_token_ids=prompt.token_ids,
@@ -141,9 +177,10 @@ class Inference:
             output=output,
             priority=request.priority,
             deadline=deadline,
+            cache_salt=request.cache_salt,
+            resumed=resumed,
         )
-        echo = await self._echo(request, prompt, output) if request.output.echo else ""
-        return accepted, echo
+        return accepted, echoes
 
     async def _read_prompt(self, request: pb.GenerateRequest, model: ServedModel, deadline: float | None) -> Prompt:
         self._num_reading += 1
@@ -160,14 +197,16 @@ class Inference:
             request.token_ids.ids, self._engine.model, skip_special_tokens=output.skip_special_tokens
         )
 
-    def _first_response(self, request: pb.GenerateRequest, accepted: Request, echo: str) -> pb.GenerateResponse:
+    def _first_response(
+        self, request: pb.GenerateRequest, accepted: Request, echoes: Sequence[str]
+    ) -> pb.GenerateResponse:
         prompt_info = pb.PromptInfo(
             seed=accepted.sampling.seed,
             model_digest=self._engine.model.digest,
             token_count=len(accepted.prompt_token_ids),
             token_ids=accepted.prompt_token_ids if request.output.return_prompt_token_ids else (),
         )
-        deltas = [pb.SampleDelta(sample_index=index, text=echo) for index in range(accepted.sampling.n)] if echo else []
+        deltas = [pb.SampleDelta(sample_index=index, text=echo) for index, echo in enumerate(echoes) if echo]
         return pb.GenerateResponse(
             request_id=accepted.request_id, model=self.model_name, prompt=prompt_info, deltas=deltas
         )

@@ -7,11 +7,13 @@ can be stale. Where a scheduler's numbers come from is the engine's matter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from octavo_router.counts import Counts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -37,17 +39,24 @@ _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """The present state, as gauges show it."""
+    """The present state, as gauges show it, and what the scheduler has counted since the router started.
+
+    Used blocks are those that sequences hold; cached ones hold prefixes and can be taken.
+    """
 
     num_waiting: int = 0
     num_running: int = 0
     num_preempted: int = 0
     num_requests: int = 0
     num_waiting_prompt_tokens: int = 0
-    num_used_blocks: int = 0
     num_blocks: int = 0
+    num_used_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_host_blocks: int = 0
+    num_used_host_blocks: int = 0
+    num_cached_host_blocks: int = 0
     is_connected: bool = False
-    num_preemptions: int = 0
+    counts: Counts = field(default_factory=Counts)
 
 
 class Metrics:
@@ -146,24 +155,67 @@ class _GaugeCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         now = self.read()
-        usage = now.num_used_blocks / now.num_blocks if now.num_blocks else 0.0
-        for name, text, value in (
-            ("octavo_sequences_waiting", "Sequences that wait for their first step.", now.num_waiting),
-            ("octavo_sequences_running", "Sequences in the batch.", now.num_running),
-            ("octavo_sequences_preempted", "Sequences that lost their blocks and wait to go on.", now.num_preempted),
-            ("octavo_requests_unfinished", "Requests that have not ended.", now.num_requests),
-            ("octavo_waiting_prompt_tokens", "Prompt tokens of requests that wait.", now.num_waiting_prompt_tokens),
-            ("octavo_kv_usage_ratio", "Share of the device's KV blocks that sequences hold.", usage),
-            ("octavo_worker_connected", "Whether there is a session with the worker.", float(now.is_connected)),
-        ):
-            yield GaugeMetricFamily(name, text, value)
-        for name, text, value in (
-            ("octavo_kv_blocks_used", "KV blocks that sequences hold.", now.num_used_blocks),
-            ("octavo_kv_blocks_total", "KV blocks.", now.num_blocks),
-        ):
-            by_tier = GaugeMetricFamily(name, text, labels=["tier"])
-            by_tier.add_metric(["device"], value)
-            yield by_tier
-        preemptions = CounterMetricFamily("octavo_preemptions", "Sequences that were preempted.")
-        preemptions.add_metric([], now.num_preemptions)
-        yield preemptions
+        return [*_gauges(now), *_counters(now.counts)]
+
+
+def _gauges(now: Gauges) -> Iterable[Metric]:
+    usage = now.num_used_blocks / now.num_blocks if now.num_blocks else 0.0
+    for name, text, value in (
+        ("octavo_sequences_waiting", "Sequences that wait for their first step.", now.num_waiting),
+        ("octavo_sequences_running", "Sequences in the batch.", now.num_running),
+        ("octavo_sequences_preempted", "Sequences that lost their blocks and wait to go on.", now.num_preempted),
+        ("octavo_requests_unfinished", "Requests that have not ended.", now.num_requests),
+        ("octavo_waiting_prompt_tokens", "Prompt tokens of requests that wait.", now.num_waiting_prompt_tokens),
+        ("octavo_kv_usage_ratio", "Share of the device's KV blocks that sequences hold.", usage),
+        ("octavo_worker_connected", "Whether there is a session with the worker.", float(now.is_connected)),
+    ):
+        yield GaugeMetricFamily(name, text, value)
+    for name, text, device, host in (
+        ("octavo_kv_blocks_total", "KV blocks.", now.num_blocks, now.num_host_blocks),
+        ("octavo_kv_blocks_used", "KV blocks that sequences hold.", now.num_used_blocks, now.num_used_host_blocks),
+        (
+            "octavo_kv_blocks_cached",
+            "KV blocks that hold cached prefixes and can be taken.",
+            now.num_cached_blocks,
+            now.num_cached_host_blocks,
+        ),
+    ):
+        by_tier = GaugeMetricFamily(name, text, labels=["tier"])
+        by_tier.add_metric(["device"], device)
+        by_tier.add_metric(["host"], host)
+        yield by_tier
+
+
+def _counters(counts: Counts) -> Iterable[Metric]:
+    for name, text, value in (
+        ("octavo_prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", counts.num_prefix_query_tokens),
+        ("octavo_prefix_cache_evictions", "Cached blocks that left the device for want of room.", counts.num_evictions),
+        ("octavo_prefix_cache_demotions", "Evicted blocks that went to the host.", counts.num_demotions),
+        ("octavo_kv_blocks_copied", "KV blocks copied on write.", counts.num_copied_blocks),
+    ):
+        yield CounterMetricFamily(name, text, value)
+    num_device_hits = counts.num_prefix_hit_tokens - counts.num_prefix_hit_host_tokens
+    for name, text, label, values in (
+        (
+            "octavo_prefix_cache_hits",
+            "Prompt tokens found in the prefix cache, by tier.",
+            "tier",
+            {"device": num_device_hits, "host": counts.num_prefix_hit_host_tokens},
+        ),
+        (
+            "octavo_kv_blocks_swapped",
+            "KV blocks moved between the tiers: out is from device to host.",
+            "direction",
+            {"out": counts.num_swapped_out_blocks, "in": counts.num_swapped_in_blocks},
+        ),
+        (
+            "octavo_preemptions",
+            "Sequences that were preempted, by what became of their blocks.",
+            "kind",
+            {"swap": counts.num_swap_preemptions, "recompute": counts.num_recompute_preemptions},
+        ),
+    ):
+        counter = CounterMetricFamily(name, text, labels=[label])
+        for value_label, count in values.items():
+            counter.add_metric([value_label], count)
+        yield counter

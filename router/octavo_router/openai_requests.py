@@ -11,6 +11,7 @@ from google.protobuf import json_format
 
 from octavo.errors import InvalidRequestError
 from octavo.v1 import inference_pb2 as pb
+from octavo.v1 import sampling_pb2
 from octavo_router.openai_schema import (
     ChatCompletionBody,
     CompletionBody,
@@ -33,6 +34,15 @@ _PARAMS = {
     "chat": "messages",
     "include_stop_in_text": "include_stop_str_in_output",
     "template_variables": "chat_template_kwargs",
+    "beam_search.beam_width": "beam_width",
+    "beam_search.length_penalty": "length_penalty",
+    "beam_search.early_stopping": "early_stopping",
+}
+
+_EARLY_STOPPING: dict[bool | str, sampling_pb2.BeamEarlyStopping] = {
+    False: sampling_pb2.BEAM_EARLY_STOPPING_FALSE,
+    True: sampling_pb2.BEAM_EARLY_STOPPING_TRUE,
+    "never": sampling_pb2.BEAM_EARLY_STOPPING_NEVER,
 }
 
 
@@ -167,11 +177,46 @@ def _set_sampling(request: pb.GenerateRequest, body: CompletionBody | ChatComple
         sampling.top_k = max(min(body.top_k, _INT32_MAX), -_INT32_MAX)
     if body.n is not None:
         sampling.n = _integer("n", body.n, 1)
-    if body.best_of is not None:
-        sampling.best_of = _integer("best_of", body.best_of, 1)
+    if body.use_beam_search:
+        _set_beam_search(sampling, body)
+    else:
+        _set_best_of(sampling, body)
     if body.seed is not None:
         # Negative seeds are common; modulo 2^64 they are seeds like any other.
         sampling.seed = _integer("seed", body.seed, -(2**63), 2**64 - 1) % 2**64
+
+
+def _set_best_of(sampling: sampling_pb2.SamplingParams, body: CompletionBody | ChatCompletionBody) -> None:
+    for name, neutral in (("beam_width", None), ("length_penalty", 1), ("early_stopping", False)):
+        if (value := getattr(body, name)) is not None and value != neutral:
+            raise InvalidRequestError(
+                f"{name} is given without use_beam_search; set use_beam_search to true", field=name
+            )
+    if body.best_of is None:
+        return
+    sampling.best_of = _integer("best_of", body.best_of, 1)
+    if body.stream and body.best_of > (body.n or 1):
+        raise InvalidRequestError(
+            f"best_of is {body.best_of} and n is {body.n or 1}: which samples are the best is known only when all have "
+            "ended, so they cannot be streamed; set stream to false",
+            field="best_of",
+        )
+
+
+def _set_beam_search(sampling: sampling_pb2.SamplingParams, body: CompletionBody | ChatCompletionBody) -> None:
+    """Beam search as vLLM's bodies ask for it: its width is beam_width, else best_of, else n."""
+    name = "beam_width" if body.beam_width is not None else "best_of" if body.best_of is not None else "n"
+    width = _integer(name, getattr(body, name), 1, default=1)
+    if name == "beam_width" and body.best_of not in (None, width):
+        raise InvalidRequestError(
+            f"beam_width is {width} and best_of is {body.best_of}; with use_beam_search give one of them",
+            field="best_of",
+        )
+    sampling.beam_search.beam_width = width
+    if body.length_penalty is not None:
+        sampling.beam_search.length_penalty = body.length_penalty
+    if body.early_stopping is not None:
+        sampling.beam_search.early_stopping = _EARLY_STOPPING[body.early_stopping]
 
 
 def _chat_prompt(

@@ -31,7 +31,6 @@ _SHARED_NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "guided_whitespace_pattern": (),
     "kv_transfer_params": (),
-    "length_penalty": (1,),
     "logit_bias": ({},),
     "logits_processors": ([],),
     "prompt_logprobs": (),
@@ -42,7 +41,6 @@ _SHARED_NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "structural_tag": (),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
 _COMPLETION_NOT_OFFERED: dict[str, tuple[Any, ...]] = _SHARED_NOT_OFFERED | {
@@ -129,6 +127,13 @@ def _checked_stop(value: Any) -> Any:
     raise ValueError("it must be a string or a list of strings")
 
 
+def _checked_early_stopping(value: Any) -> Any:
+    """When a beam search ends: true, false or "never"."""
+    if value is None or isinstance(value, bool) or value == "never":
+        return value
+    raise ValueError('it must be true, false or "never"')
+
+
 def _checked_content(value: Any) -> Any:
     """A message's content: text, or a list of the texts of its parts."""
     if value is None or isinstance(value, str):
@@ -167,6 +172,11 @@ _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PAR
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Prompts = Annotated[Any, BeforeValidator(_checked_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
 StopStrings = Annotated[Any, BeforeValidator(_checked_stop), WithJsonSchema(_TEXTS_SCHEMA)]
+EarlyStopping = Annotated[
+    Any,
+    BeforeValidator(_checked_early_stopping),
+    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "never"}, {"type": "null"}]}),
+]
 Content = Annotated[Any, BeforeValidator(_checked_content), WithJsonSchema(_CONTENT_SCHEMA)]
 
 
@@ -193,6 +203,10 @@ class _GenerationBody(_OfferedBody):
     n: int | None = None
     best_of: int | None = None
     seed: int | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: EarlyStopping = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -225,7 +239,6 @@ class _GenerationBody(_OfferedBody):
     guided_regex: Any = None
     guided_whitespace_pattern: Any = None
     kv_transfer_params: Any = None
-    length_penalty: Any = None
     logit_bias: Any = None
     logits_processors: Any = None
     prompt_logprobs: Any = None
@@ -236,7 +249,6 @@ class _GenerationBody(_OfferedBody):
     structural_tag: Any = None
     structured_outputs: Any = None
     truncate_prompt_tokens: Any = None
-    use_beam_search: Any = None
     vllm_xargs: Any = None
 
 

@@ -17,9 +17,30 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
 
 
+class EarlyStopping(enum.Enum):
+    """When a beam search ends: as octavo.v1.BeamEarlyStopping says."""
+
+    FALSE = "false"
+    TRUE = "true"
+    NEVER = "never"
+
+
+@dataclass(frozen=True, slots=True)
+class Beams:
+    """Beam search. Scores: the sum of log-probabilities divided by generated length to the power of length_penalty."""
+
+    beam_width: int
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.FALSE
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. Sample i draws from seed + i (modulo 2^64)."""
+    """How tokens are chosen. Sample i draws from seed + i (modulo 2^64).
+
+    best_of samples are generated and the n with the highest mean log-probability come back; it is at least n. With
+    beams nothing is sampled, and n of the beams come back.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -27,6 +48,8 @@ class Sampling:
     min_p: float = 0.0
     seed: int = 0
     n: int = 1
+    best_of: int = 1
+    beams: Beams | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +74,25 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
+class ResumedSample:
+    """What a caller holds of one sample: its token ids, the bytes of text it received, and whether it had ended.
+
+    cumulative_logprob: the sum of the log-probabilities it received, 0 where it asked for none.
+    """
+
+    sample_index: int
+    token_ids: tuple[int, ...]
+    text_byte_count: int
+    finish_reason: FinishReason | None = None
+    cumulative_logprob: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request as the engine takes it.
 
-    prompt_token_ids: at least one; deadline: in the engine clock's seconds (time.monotonic), None for none.
+    prompt_token_ids: at least one; deadline: in the engine clock's seconds (time.monotonic), None for none; cache_salt:
+    cached prefixes are shared only between equal salts; resumed: samples that go on behind what their caller holds.
     """
 
     request_id: str
@@ -64,6 +102,8 @@ class Request:
     output: Output = field(default_factory=Output)
     priority: int = 0
     deadline: float | None = None
+    cache_salt: str = ""
+    resumed: tuple[ResumedSample, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,29 +9,45 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence as TokenIds
 
+from octavo_router.beam_group import BeamGroup
 from octavo_router.plan import NewSequence, SequenceParams
-from octavo_router.request import Request
+from octavo_router.request import FinishReason, Request
 
 SEED_MODULUS = 1 << 64
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence is. PREEMPTED is waiting to go on: it ran before and lost its blocks."""
+    """Where a sequence is. PREEMPTED and SWAPPED wait to go on: they ran before and lost their blocks, the latter to
+    the host."""
 
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 
 class SequenceGroup:
-    """One request and its n sequences, which are scheduled each on its own.
+    """One request and its sequences: a sample or a beam each.
 
     stop_ids: token ids that end a sample. arrived_at and started_at are in the caller's clock; started_at is None until
-    the first sequence is in a plan.
+    the first sequence is in a plan. num_cached_tokens: tokens of the prompt that were in the prefix cache then.
+    prompt_hashes: of the prompt's full blocks, as far as somebody asked.
     """
 
-    __slots__ = ("arrival", "arrived_at", "num_unfinished", "request", "sequences", "started_at", "stop_ids")
+    __slots__ = (
+        "arrival",
+        "arrived_at",
+        "beams",
+        "num_cached_tokens",
+        "num_running",
+        "num_unfinished",
+        "prompt_hashes",
+        "request",
+        "sequences",
+        "started_at",
+        "stop_ids",
+    )
 
     def __init__(
         self, request: Request, *, arrival: int, first_sequence_id: int, eos_token_ids: frozenset[int], now: float
@@ -40,18 +56,57 @@ class SequenceGroup:
         self.arrival = arrival
         self.arrived_at = now
         self.started_at: float | None = None
-        stopping = request.stopping
+        self.num_cached_tokens = 0
+        self.num_running = 0
+        self.prompt_hashes: list[bytes] = []
+        stopping, sampling = request.stopping, request.sampling
         self.stop_ids = stopping.stop_token_ids if stopping.ignore_eos else stopping.stop_token_ids | eos_token_ids
+        self.beams = BeamGroup(request, eos_token_ids=self.stop_ids) if sampling.beams is not None else None
+        num_sequences = max(sampling.n, sampling.best_of) if self.beams is None else self.beams.width
         self.sequences = [
-            Sequence(self, sequence_id=first_sequence_id + index, sample_index=index)
-            for index in range(request.sampling.n)
+            Sequence(self, sequence_id=first_sequence_id + index, sample_index=index) for index in range(num_sequences)
         ]
-        self.num_unfinished = len(self.sequences)
+        self._resume()
+        self.num_unfinished = sum(sequence.is_live for sequence in self.sequences)
+
+    def _resume(self) -> None:
+        """Samples that their caller holds in part begin with what it holds; those that have ended, end."""
+        for resumed in self.request.resumed:
+            sequence = self.sequences[resumed.sample_index]
+            sequence.output_token_ids.extend(resumed.token_ids)
+            if resumed.finish_reason is not None or self.end_of(sequence) is not None:
+                sequence.status = SequenceStatus.FINISHED
+
+    def end_of(self, sequence: Sequence) -> tuple[FinishReason, int | None] | None:
+        """Why the last token of a sample's ends it, with the id where it is that; None if it does not."""
+        output = sequence.output_token_ids
+        if output and output[-1] in self.stop_ids:
+            return FinishReason.STOP, output[-1]
+        if len(output) >= self.request.stopping.max_tokens:
+            return FinishReason.LENGTH, None
+        return None
 
     @property
     def num_output_tokens(self) -> int:
         """Output tokens of all samples."""
         return sum(len(sequence.output_token_ids) for sequence in self.sequences)
+
+    @property
+    def returns_logprobs(self) -> bool:
+        """Whether sampled tokens come with log-probabilities: the request asked, or its best samples are chosen by
+        them."""
+        request = self.request
+        return request.output.logprobs is not None or request.sampling.best_of > request.sampling.n
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Its sequences in the batch."""
+        return [sequence for sequence in self.sequences if sequence.status is SequenceStatus.RUNNING]
+
+    @property
+    def has_beams_to_move(self) -> bool:
+        """Whether its beams wait to be forked, or for some of them to come back into the batch."""
+        return self.beams is not None and (self.beams.step is not None or self.num_running < self.beams.num_active)
 
 
 class Sequence:
@@ -64,15 +119,26 @@ class Sequence:
         | prompt ............ | output known here | in flight |
         |<------- num_planned ------------------------->|    at rest, one behind num_tokens
 
+    A beam's next token is not taken but chosen: while it waits for that, everything it has is planned.
+
+    num_computed: tokens whose computing was accepted; num_published: full blocks of those that were offered to the
+    prefix cache; block_hashes: of its full blocks, as far as somebody asked. num_plans: plans in flight that compute
+    any of it. host_table: where its blocks are while it is swapped out.
+
     order: whoever has the smaller one goes first. It never changes, so that a preempted sequence keeps its place.
     """
 
     __slots__ = (
+        "block_hashes",
         "block_table",
         "group",
+        "host_table",
+        "num_computed",
         "num_in_flight",
         "num_planned",
+        "num_plans",
         "num_preemptions",
+        "num_published",
         "order",
         "output_token_ids",
         "prompt_token_ids",
@@ -89,10 +155,16 @@ class Sequence:
         self.prompt_token_ids: TokenIds[int] = group.request.prompt_token_ids
         self.output_token_ids: list[int] = []
         self.block_table: list[int] = []
-        self.num_planned = 0
-        self.num_in_flight = 0
+        self.host_table: list[int] = []
+        self.block_hashes: list[bytes] = []
         self.num_preemptions = 0
         self.status = SequenceStatus.WAITING
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Nothing of it is computed."""
+        self.num_planned = self.num_computed = self.num_published = 0
+        self.num_in_flight = self.num_plans = 0
 
     @property
     def num_tokens(self) -> int:
@@ -101,7 +173,8 @@ class Sequence:
 
     @property
     def num_to_compute(self) -> int:
-        """Tokens to compute before the next one can be sampled: 1 for a decode, more for a prefill, never 0."""
+        """Tokens to compute before the next one can be sampled: 1 for a decode, more for a prefill. 0 only for a beam
+        that waits for the others."""
         return self.num_tokens - self.num_planned
 
     @property
@@ -111,20 +184,35 @@ class Sequence:
 
     @property
     def has_all_planned(self) -> bool:
-        """Whether the plans in flight bring its last token at the latest, so that nothing more may be planned."""
-        return len(self.output_token_ids) + self.num_in_flight >= self.group.request.stopping.max_tokens
+        """Whether nothing more may be planned for now: the plans in flight bring its last token at the latest, or it
+        is a beam that waits for the others."""
+        num_output = len(self.output_token_ids) + self.num_in_flight
+        return num_output >= self.group.request.stopping.max_tokens or self.num_to_compute == 0
 
     @property
     def is_live(self) -> bool:
         """Whether it has not ended."""
         return self.status is not SequenceStatus.FINISHED
 
+    @property
+    def was_preempted(self) -> bool:
+        """Whether it waits to go on."""
+        return self.status is SequenceStatus.PREEMPTED or self.status is SequenceStatus.SWAPPED
+
+    def tokens(self, begin: int, end: int) -> list[int]:
+        """Known tokens at these positions."""
+        num_prompt = len(self.prompt_token_ids)
+        if end <= num_prompt:
+            return list(self.prompt_token_ids[begin:end])
+        head = list(self.prompt_token_ids[begin:num_prompt]) if begin < num_prompt else []
+        return head + self.output_token_ids[max(0, begin - num_prompt) : end - num_prompt]
+
     def new_sequence(self) -> NewSequence:
         """Its whole state, for a worker that does not hold it. Only without tokens in flight."""
         assert self.num_in_flight == 0, (
             f"sequence {self.sequence_id} is sent with {self.num_in_flight} tokens in flight"
         )
-        request = self.group.request
+        request, beams = self.group.request, self.group.beams
         sampling, stopping, output = request.sampling, request.stopping, request.output
         suppressed = tuple(sorted(self.group.stop_ids)) if stopping.min_tokens else ()
         return NewSequence(
@@ -137,9 +225,11 @@ class Sequence:
                 top_k=sampling.top_k,
                 min_p=sampling.min_p,
                 seed=(sampling.seed + self.sample_index) % SEED_MODULUS,
-                return_logprobs=output.logprobs is not None,
+                return_logprobs=self.group.returns_logprobs,
                 top_logprob_count=output.logprobs or 0,
                 suppressed_token_ids=suppressed,
                 min_token_count=stopping.min_tokens,
+                candidate_count=beams.search.num_candidates if beams is not None else 0,
             ),
+            block_ids=list(self.block_table),
         )

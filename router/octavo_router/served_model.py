@@ -68,4 +68,11 @@ def limits_of(description: pb.DescribeResponse, config: RouterConfig) -> Limits:
         ),
         max_plans_in_flight=max(1, min(config.max_plans_in_flight, description.max_plans_in_flight)),
         enable_chunked_prefill=config.enable_chunked_prefill,
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_host_blocks=memory.host_block_count if pb.CAPABILITY_SWAP in description.capabilities else 0,
+        bytes_per_block=memory.bytes_per_block,
+        prefill_tokens_per_s=description.prefill_tokens_per_s,
+        swap_bytes_per_s=description.swap_bytes_per_s,
+        model_digest=description.model.digest,
+        vocab_size=description.model.vocab_size,
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from octavo.config import RouterConfig
 from octavo.v1 import admin_pb2
 from octavo.worker.v1 import worker_pb2
+from octavo_router.block_pool import BlockPool
 from octavo_router.metrics import Gauges
 from octavo_router.scheduler import Scheduler
 
@@ -33,7 +34,7 @@ def worker_state(
     num_lost_sessions: int,
 ) -> admin_pb2.WorkerState:
     """The worker, its session and its memory."""
-    device, block_size = scheduler.blocks.device, scheduler.blocks.block_size
+    blocks = scheduler.blocks
     return admin_pb2.WorkerState(
         name=description.worker_name,
         address=address,
@@ -42,10 +43,8 @@ def worker_state(
         incarnation=description.incarnation,
         step_seq=scheduler.last_step_seq,
         lost_session_count=num_lost_sessions,
-        device_pool=admin_pb2.PoolState(
-            block_count=device.num_blocks, used_block_count=device.num_used, block_size=block_size
-        ),
-        host_pool=admin_pb2.PoolState(block_count=description.kv_memory.host_block_count, block_size=block_size),
+        device_pool=_pool_state(blocks.device, blocks.block_size),
+        host_pool=_pool_state(blocks.host, blocks.block_size),
         model=model_name,
         model_digest=description.model.digest,
         dtype=description.model.dtype,
@@ -53,17 +52,30 @@ def worker_state(
     )
 
 
+def _pool_state(pool: BlockPool, block_size: int) -> admin_pb2.PoolState:
+    return admin_pb2.PoolState(
+        block_count=pool.num_blocks,
+        used_block_count=pool.num_used,
+        cached_block_count=pool.num_cached,
+        block_size=block_size,
+    )
+
+
 def gauges(scheduler: Scheduler, *, is_connected: bool) -> Gauges:
     """What the metrics show."""
-    device = scheduler.blocks.device
+    device, host = scheduler.blocks.device, scheduler.blocks.host
     return Gauges(
         num_waiting=scheduler.num_waiting,
         num_running=len(scheduler.running),
         num_preempted=scheduler.waiting.num_preempted,
         num_requests=scheduler.num_requests,
         num_waiting_prompt_tokens=scheduler.num_waiting_prompt_tokens,
-        num_used_blocks=device.num_used,
         num_blocks=device.num_blocks,
+        num_used_blocks=device.num_used,
+        num_cached_blocks=device.num_cached,
+        num_host_blocks=host.num_blocks,
+        num_used_host_blocks=host.num_used,
+        num_cached_host_blocks=host.num_cached,
         is_connected=is_connected,
-        num_preemptions=scheduler.num_preemptions,
+        counts=scheduler.counts,
     )

@@ -1,110 +1,118 @@
-"""The way of a request's output from the engine to whoever reads it: text is made on one end, deltas are taken on the
+"""The way of a request's output from the engine to whoever reads it: tokens go in on one end, deltas are taken on the
 other.
 
-What was not read yet is joined: a slow reader gets longer deltas, not more of them. Nothing here decides when a sample
-ends, but for stop strings, which only the text can tell.
+What was not read yet is joined: a slow reader gets longer deltas, not more of them. Where only the end tells what is
+returned (best_of above n, beams), everything waits for it and comes in one update. What a sample's text is, and where a
+stop string ends it, is `sample.py`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from octavo.errors import OctavoError
-from octavo_router.request import FinishReason, Request, RequestUpdate, SampleDelta, Usage
+from octavo_router.beam_search import Hypothesis
+from octavo_router.request import FinishReason, RequestUpdate, SampleDelta, Usage
 from octavo_router.results import TokenSampled
+from octavo_router.sample import End, Sample, blank_text
 from octavo_router.sequence import SequenceGroup
-from octavo_router.text_stream import TextStream
 from octavo_router.tokenizer import Tokenizer
-
-
-class Sample:
-    """One sample's text and numbers. Times are in the engine's clock."""
-
-    __slots__ = ("cumulative_logprob", "first_token_at", "num_tokens", "text")
-
-    def __init__(self, text: TextStream) -> None:
-        self.text = text
-        self.num_tokens = 0
-        self.cumulative_logprob = 0.0
-        self.first_token_at = 0.0
-
-
-def samples_of(request: Request, tokenizer: Tokenizer) -> list[Sample]:
-    """A request's samples, without tokens yet. Raises InvalidRequestError for stop strings that cannot be looked
-    for."""
-    text = TextStream(
-        tokenizer,
-        skip_special_tokens=request.output.skip_special_tokens,
-        spaces_between_special_tokens=request.output.spaces_between_special_tokens,
-        stop=request.stopping.stop,
-        include_stop=request.stopping.include_stop_in_text,
-    )
-    return [Sample(text.begin_another()) for _ in range(request.sampling.n)]
 
 
 class Delivery:
     """The engine's end of a stream: takes tokens in, and the end or an error.
 
-    The token that ends a sample, a stop or end-of-sequence id, is in its token ids but adds text only with
-    include_stop_in_text, as with stop strings.
+    samples: by sample index; of beams none until they have ended. The token that ends a sample, a stop or
+    end-of-sequence id, is in its token ids but adds text only with include_stop_in_text, as with stop strings.
     """
 
-    def __init__(self, group: SequenceGroup, samples: list[Sample]) -> None:
+    def __init__(self, group: SequenceGroup, tokenizer: Tokenizer) -> None:
+        """Raises ResumeMismatchError where the caller holds what the request cannot have given, and InvalidRequestError
+        for stop strings that cannot be looked for."""
+        request = group.request
         self.group = group
-        self.samples = samples
-        self.num_open = len(samples)
         self.is_over = False
+        self.has_new_tokens = False
+        self._blank_text = blank_text(request, tokenizer)
+        # They come for the ranking as well, asked for or not.
+        self._shows_logprobs = request.output.logprobs is not None
+        self._is_streamed = request.sampling.beams is None and request.sampling.best_of <= request.sampling.n
         self._usage: Usage | None = None
         self._error: OctavoError | None = None
         self._unread: dict[int, SampleDelta] = {}
         self._changed = asyncio.Event()
+        self.samples = [self._new_sample() for _ in group.sequences] if request.sampling.beams is None else []
+        for held in request.resumed:
+            sample = self.samples[held.sample_index]
+            if sample.resume(held, group.stop_ids):
+                _tell_end(self._delta(held.sample_index), sample)
 
     @property
-    def has_tokens(self) -> bool:
-        """Whether any sample has a token yet."""
-        return any(sample.num_tokens for sample in self.samples)
+    def num_open(self) -> int:
+        """Samples that have not ended."""
+        return sum(sample.end is None for sample in self.samples)
 
     def add(self, event: TokenSampled, now: float) -> FinishReason | None:
         """Takes in a token. Returns why its sample ended with it, which a stop string may have caused, or None."""
         index = event.sequence.sample_index
         sample = self.samples[index]
-        if sample.num_tokens == 0:
+        if sample.num_new_tokens == 0:
             sample.first_token_at = now
-        sample.num_tokens += 1
-        delta = self._unread.get(index)
-        if delta is None:
-            delta = self._unread[index] = SampleDelta(index)
+        self.has_new_tokens = True
+        delta = self._delta(index)
         delta.token_ids.append(event.token_id)
         if event.logprobs is not None:
             sample.cumulative_logprob += event.logprobs.logprob
-            delta.logprobs.append(event.logprobs)
-        delta.cumulative_logprob = sample.cumulative_logprob
-        delta.finish_reason, delta.matched = self._add_text(sample, event)
-        if delta.finish_reason is not None:
-            self.num_open -= 1
-        self._changed.set()
+            if self._shows_logprobs:
+                delta.logprobs.append(event.logprobs)
+        end = None if event.finish_reason is None else End(event.finish_reason, event.matched)
+        sample.append(event.token_id, end)
+        _tell_end(delta, sample)
+        if self._is_streamed:
+            self._changed.set()
         return delta.finish_reason
 
-    def _add_text(self, sample: Sample, event: TokenSampled) -> tuple[FinishReason | None, str | int | None]:
-        """Adds the token's text; returns why the sample ends with it and what matched."""
-        stopping = self.group.request.stopping
-        may_stop = sample.num_tokens >= stopping.min_tokens
-        matched: str | None = None
-        if event.matched is None or stopping.include_stop_in_text:
-            matched = sample.text.append(event.token_id, may_stop=may_stop)
-        if matched is None and event.finish_reason is not None:
-            matched = sample.text.finish(may_stop=may_stop)
-        if matched is not None and event.matched is None:
-            return FinishReason.STOP, matched
-        return event.finish_reason, event.matched
+    def add_beams(self, hypotheses: Sequence[Hypothesis]) -> None:
+        """Takes in the beams that a search ended with, best first; the first n come back."""
+        request = self.group.request
+        self.has_new_tokens = True
+        for index, hypothesis in enumerate(hypotheses[: request.sampling.n]):
+            sample = self._new_sample()
+            sample.cumulative_logprob = hypothesis.cumulative_logprob
+            *token_ids, last = hypothesis.token_ids
+            for token_id in token_ids:
+                sample.append(token_id, None)
+            is_stopped = hypothesis.finish_reason is FinishReason.STOP
+            sample.append(last, End(hypothesis.finish_reason, last if is_stopped else None))
+            self.samples.append(sample)
+            delta = self._delta(index)
+            delta.token_ids.extend(hypothesis.token_ids)
+            _tell_end(delta, sample)
 
     def end(self) -> None:
         """Every sample has ended; the last update carries the usage."""
+        group = self.group
+        if group.request.sampling.beams is not None:
+            num_completion = sum(sample.num_tokens for sample in self.samples)
+        else:
+            num_completion = group.num_output_tokens
+        if group.request.sampling.best_of > group.request.sampling.n:
+            self._keep_best(group.request.sampling.n)
         self.is_over = True
-        self._usage = Usage(len(self.group.request.prompt_token_ids), self.group.num_output_tokens)
+        self._usage = Usage(len(group.request.prompt_token_ids), num_completion, group.num_cached_tokens)
         self._changed.set()
+
+    def _keep_best(self, n: int) -> None:
+        """Leaves the n samples with the highest mean log-probability, numbered from the best; of equal ones the first
+        in the old order.
+        """
+        best = sorted(range(len(self.samples)), key=lambda index: -self.samples[index].mean_logprob)[:n]
+        self.samples = [self.samples[index] for index in best]
+        self._unread = {rank: self._unread[index] for rank, index in enumerate(best)}
+        for rank, delta in self._unread.items():
+            delta.sample_index = rank
 
     def fail(self, error: OctavoError) -> None:
         """The request ends with an error, raised behind what can still be read."""
@@ -117,7 +125,7 @@ class Delivery:
 
         Raises the error that the request ended with.
         """
-        while not self._unread and self._usage is None:
+        while self._usage is None and not (self._unread and self._is_streamed):
             if self._error is not None:
                 raise self._error
             if self.is_over:
@@ -126,9 +134,25 @@ class Delivery:
             await self._changed.wait()
         deltas, self._unread = list(self._unread.values()), {}
         for delta in deltas:
-            delta.text = self.samples[delta.sample_index].text.take()
+            delta.text = self.samples[delta.sample_index].take_text()
         usage, self._usage = self._usage, None
         return RequestUpdate(deltas, usage)
+
+    def _new_sample(self) -> Sample:
+        return Sample(self.group.request, self._blank_text.begin_another())
+
+    def _delta(self, index: int) -> SampleDelta:
+        """What the reader has not taken of a sample."""
+        delta = self._unread.get(index)
+        if delta is None:
+            delta = self._unread[index] = SampleDelta(index)
+        return delta
+
+
+def _tell_end(delta: SampleDelta, sample: Sample) -> None:
+    delta.cumulative_logprob = sample.cumulative_logprob
+    if sample.end is not None:
+        delta.finish_reason, delta.matched = sample.end.reason, sample.end.matched
 
 
 class RequestStream:

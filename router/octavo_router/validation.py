@@ -14,9 +14,11 @@ from typing import Any
 from octavo.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import sampling_pb2
-from octavo_router.request import Output, Sampling, Stopping
+from octavo_router.request import Beams, EarlyStopping, Output, Sampling, Stopping
 
 MAX_SAMPLES = 128
+MAX_BEAM_WIDTH = 64
+MAX_LENGTH_PENALTY = 5
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
@@ -25,7 +27,6 @@ MAX_REQUEST_ID_LENGTH = 256
 # Fields of the contract that this server does not offer, each with a look whether a request uses it. Neutral values,
 # which ask for nothing, pass.
 _NOT_OFFERED: tuple[tuple[str, Callable[[pb.GenerateRequest], Any]], ...] = (
-    ("resume", lambda r: r.HasField("resume")),
     ("adapter", lambda r: r.adapter),
     ("sampling.presence_penalty", lambda r: r.sampling.presence_penalty != 0),
     ("sampling.frequency_penalty", lambda r: r.sampling.frequency_penalty != 0),
@@ -33,10 +34,23 @@ _NOT_OFFERED: tuple[tuple[str, Callable[[pb.GenerateRequest], Any]], ...] = (
     ("sampling.logit_bias", lambda r: r.sampling.logit_bias),
     ("sampling.allowed_token_ids", lambda r: r.sampling.allowed_token_ids),
     ("sampling.bad_words", lambda r: r.sampling.bad_words),
-    ("sampling.beam_search", lambda r: r.sampling.HasField("beam_search")),
     ("sampling.grammar", lambda r: r.sampling.HasField("grammar")),
     ("output.prompt_logprobs", lambda r: r.output.HasField("prompt_logprobs")),
 )
+
+
+# What beam search does without, in the same way: stop strings and log-probabilities are properties of samples.
+_NOT_OFFERED_WITH_BEAMS: tuple[tuple[str, Callable[[pb.GenerateRequest], Any]], ...] = (
+    ("stop.stop", lambda r: r.stop.stop),
+    ("output.logprobs", lambda r: r.output.HasField("logprobs")),
+)
+
+_EARLY_STOPPING = {
+    sampling_pb2.BEAM_EARLY_STOPPING_UNSPECIFIED: EarlyStopping.FALSE,
+    sampling_pb2.BEAM_EARLY_STOPPING_FALSE: EarlyStopping.FALSE,
+    sampling_pb2.BEAM_EARLY_STOPPING_TRUE: EarlyStopping.TRUE,
+    sampling_pb2.BEAM_EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
+}
 
 
 def refuse_unsupported(request: pb.GenerateRequest) -> None:
@@ -48,6 +62,14 @@ def refuse_unsupported(request: pb.GenerateRequest) -> None:
         raise UnsupportedError(
             "echo together with logprobs is not offered by this server; leave one of them out", field="output.echo"
         )
+    if request.sampling.HasField("beam_search"):
+        for field, is_used in _NOT_OFFERED_WITH_BEAMS:
+            if is_used(request):
+                name = field.rpartition(".")[2]
+                raise UnsupportedError(
+                    f"{name} together with beam search is not offered by this server; leave one of them out",
+                    field=field,
+                )
 
 
 def unsupported(field: str) -> UnsupportedError:
@@ -71,11 +93,8 @@ def sampling_of(message: sampling_pb2.SamplingParams, defaults: Sampling) -> Sam
     """
     n = message.n if message.HasField("n") else 1
     _in_range("sampling.n", n, 1, MAX_SAMPLES)
-    if message.HasField("best_of"):
-        if message.best_of < n:
-            raise _out_of_range("sampling.best_of", message.best_of, f"at least n, which is {n}")
-        if message.best_of > n:
-            raise unsupported("sampling.best_of")
+    # 63 bits, so that a drawn seed is a positive number in every client language.
+    seed = message.seed if message.HasField("seed") else secrets.randbits(63)
     temperature = message.temperature if message.HasField("temperature") else defaults.temperature
     _in_range("sampling.temperature", temperature, 0, 2)
     top_p = message.top_p if message.HasField("top_p") else defaults.top_p
@@ -86,9 +105,40 @@ def sampling_of(message: sampling_pb2.SamplingParams, defaults: Sampling) -> Sam
         raise _out_of_range("sampling.top_k", top_k, "at least 1, or 0 or -1 for all tokens")
     min_p = message.min_p if message.HasField("min_p") else defaults.min_p
     _in_range("sampling.min_p", min_p, 0, 1)
-    # 63 bits, so that a drawn seed is a positive number in every client language.
-    seed = message.seed if message.HasField("seed") else secrets.randbits(63)
-    return Sampling(temperature=temperature, top_p=top_p, top_k=max(top_k, 0), min_p=min_p, seed=seed, n=n)
+    if message.HasField("beam_search"):
+        return Sampling(temperature=0.0, seed=seed, n=n, best_of=n, beams=_beams_of(message, n))
+    best_of = message.best_of if message.HasField("best_of") else n
+    if not n <= best_of <= MAX_SAMPLES:
+        raise _out_of_range("sampling.best_of", best_of, f"at least n, which is {n}, and at most {MAX_SAMPLES}")
+    return Sampling(
+        temperature=temperature, top_p=top_p, top_k=max(top_k, 0), min_p=min_p, seed=seed, n=n, best_of=best_of
+    )
+
+
+def _beams_of(message: sampling_pb2.SamplingParams, n: int) -> Beams:
+    """The beam search that a request asks for. Raises InvalidRequestError for what does not go with it."""
+    beams = message.beam_search
+    _in_range("sampling.beam_search.beam_width", beams.beam_width, 1, MAX_BEAM_WIDTH)
+    if n > beams.beam_width:
+        raise _out_of_range("sampling.n", n, f"at most beam_width, which is {beams.beam_width}, with beam search")
+    # A temperature of 1 leaves probabilities as they are, and one of 0 asks for the likeliest: beams do both.
+    for field, is_neutral, allowed in (
+        ("temperature", message.temperature in (0, 1), "0 or 1, or left out"),
+        ("top_p", not message.HasField("top_p") or message.top_p == 1, "1, or left out"),
+        ("top_k", message.top_k in (0, -1), "0 or -1, or left out"),
+        ("min_p", message.min_p == 0, "0, or left out"),
+        ("best_of", not message.HasField("best_of"), "left out: n of the beams come back"),
+    ):
+        if not is_neutral:
+            path = f"sampling.{field}"
+            raise _out_of_range(path, getattr(message, field), f"{allowed}, with beam search, which samples nothing")
+    length_penalty = beams.length_penalty if beams.HasField("length_penalty") else 1.0
+    _in_range("sampling.beam_search.length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    if beams.early_stopping not in _EARLY_STOPPING:
+        raise _out_of_range(
+            "sampling.beam_search.early_stopping", beams.early_stopping, "one of the values of BeamEarlyStopping"
+        )
+    return Beams(beams.beam_width, length_penalty, _EARLY_STOPPING[beams.early_stopping])
 
 
 def stopping_of(

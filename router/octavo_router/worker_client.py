@@ -18,7 +18,16 @@ import grpc.aio
 
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo.worker.v1 import worker_pb2_grpc
-from octavo_router.plan import LogprobColumns, NewSequence, SequenceFailure, StepPlan, StepResult
+from octavo_router.plan import (
+    BlockMoves,
+    Candidates,
+    Forks,
+    LogprobColumns,
+    NewSequence,
+    SequenceFailure,
+    StepPlan,
+    StepResult,
+)
 from octavo_router.request import Sampling
 
 logger = logging.getLogger(__name__)
@@ -266,6 +275,10 @@ def plan_message(plan: StepPlan) -> pb.StepPlan:
     return pb.StepPlan(
         new_sequences=[_new_sequence_message(new) for new in plan.new_sequences],
         release_sequence_ids=plan.release_sequence_ids,
+        swap_out=_moves_message(plan.moves.swap_out),
+        swap_in=_moves_message(plan.moves.swap_in),
+        copies=_moves_message(plan.moves.copies),
+        forks=_forks_message(plan.forks),
         scheduled=pb.ScheduledSequences(
             sequence_ids=plan.sequence_ids,
             start_positions=plan.start_positions,
@@ -274,6 +287,25 @@ def plan_message(plan: StepPlan) -> pb.StepPlan:
             new_block_counts=plan.new_block_counts,
             new_block_ids=plan.new_block_ids,
         ),
+    )
+
+
+def _moves_message(moves: BlockMoves) -> pb.BlockMoves | None:
+    if not moves:
+        return None
+    return pb.BlockMoves(source_block_ids=moves.source_block_ids, target_block_ids=moves.target_block_ids)
+
+
+def _forks_message(forks: Forks) -> pb.Forks | None:
+    if not forks:
+        return None
+    return pb.Forks(
+        parent_sequence_ids=forks.parent_sequence_ids,
+        child_sequence_ids=forks.child_sequence_ids,
+        token_ids=forks.token_ids,
+        block_counts=forks.block_counts,
+        block_ids=forks.block_ids,
+        token_counts=forks.token_counts,
     )
 
 
@@ -291,6 +323,9 @@ def result_columns(response: pb.RunResponse) -> StepResult:
             list(result.logprobs.top_token_ids),
             list(result.logprobs.top_logprobs),
         ),
+        candidates=[
+            Candidates(beam.sequence_id, list(beam.token_ids), list(beam.logprobs)) for beam in result.candidates
+        ],
         errors=[SequenceFailure(error.sequence_id, error.message) for error in result.errors],
         duration_us=result.duration_us,
         idle_us=result.idle_us,
@@ -314,6 +349,7 @@ def _new_sequence_message(new: NewSequence) -> pb.NewSequence:
         sequence_id=new.sequence_id,
         prompt_token_count=new.prompt_token_count,
         token_ids=new.token_ids[_split_point(len(new.token_ids)) :],
+        block_ids=new.block_ids,
         params=pb.SequenceParams(
             temperature=params.temperature,
             top_p=params.top_p,
@@ -324,6 +360,7 @@ def _new_sequence_message(new: NewSequence) -> pb.NewSequence:
             top_logprob_count=params.top_logprob_count,
             suppressed_token_ids=params.suppressed_token_ids,
             min_token_count=params.min_token_count,
+            candidate_count=params.candidate_count,
         ),
     )
 

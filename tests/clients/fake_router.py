@@ -5,6 +5,7 @@ Tests set `answer` for anything else. It keeps the requests it got, and tells wh
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -49,10 +50,15 @@ def first_response(request: inference_pb2.GenerateRequest) -> inference_pb2.Gene
 def echo_in_capitals(
     request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
 ) -> Iterator[inference_pb2.GenerateResponse]:
-    """One delta a character, or everything at once where the request asks for that; stops at max_tokens bytes."""
+    """One delta a character, or everything at once where the request asks for that; stops at max_tokens bytes.
+
+    A resume goes on behind what its first sample holds, which the others hold too.
+    """
     text = prompt_text(request).upper()
     limit = request.stop.max_tokens if request.stop.HasField("max_tokens") else len(text)
-    pieces = list(text[:limit])
+    held = bytes(request.resume.samples[0].token_ids).decode() if request.resume.samples else ""
+    assert text.startswith(held)
+    pieces = list(text[len(held) : limit])
     if request.output.final_only:
         pieces = ["".join(pieces)]
     samples = max(request.sampling.n, 1)
@@ -65,9 +71,30 @@ def echo_in_capitals(
         yield inference_pb2.GenerateResponse(deltas=deltas)
     reason = inference_pb2.FINISH_REASON_LENGTH if limit < len(text) else inference_pb2.FINISH_REASON_STOP
     end = [inference_pb2.SampleDelta(sample_index=sample, finish_reason=reason) for sample in range(samples)]
-    count = len("".join(pieces).encode()) * samples
+    count = len("".join([held, *pieces]).encode()) * samples
     usage = inference_pb2.Usage(prompt_token_count=len(prompt_text(request).encode()), completion_token_count=count)
     yield inference_pb2.GenerateResponse(deltas=end, usage=usage)
+
+
+def cut_off(num_responses: int, error: OctavoError | None = None) -> Answer:
+    """An answer whose connection is lost behind so many responses, or that ends there with the error."""
+
+    def answer(
+        request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        context.send_initial_metadata((("octavo-accepted", "1"),))
+        yield from itertools.islice(echo_in_capitals(request, context), num_responses)
+        if error is not None:
+            abort(context, error)
+        context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
+
+    return answer
+
+
+def in_turn(*answers: Answer) -> Answer:
+    """An answer for each request, one after the other."""
+    left = iter(answers)
+    return lambda request, context: next(left)(request, context)
 
 
 def failing_with(error: OctavoError) -> Answer:
@@ -158,6 +185,11 @@ class FakeRouter(inference_pb2_grpc.InferenceServiceServicer, admin_pb2_grpc.Adm
 
     def GetState(self, request: admin_pb2.GetStateRequest, context: Any) -> admin_pb2.GetStateResponse:
         return admin_pb2.GetStateResponse(version="1.2.3")
+
+    def FlushPrefixCache(
+        self, request: admin_pb2.FlushPrefixCacheRequest, context: Any
+    ) -> admin_pb2.FlushPrefixCacheResponse:
+        return admin_pb2.FlushPrefixCacheResponse(block_count=5)
 
     def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
         return admin_pb2.DrainResponse(request_count=3)

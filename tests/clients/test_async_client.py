@@ -7,7 +7,7 @@ import pytest
 from octavo import AsyncClient
 from octavo.errors import DeadlineError, InvalidRequestError, RequestCancelledError, UnavailableError
 from octavo.types import SamplingParams
-from tests.clients.fake_router import FakeRouter, failing_with
+from tests.clients.fake_router import FakeRouter, cut_off, echo_in_capitals, failing_with, in_turn
 
 
 async def test_generate_and_chat(router: FakeRouter) -> None:
@@ -38,6 +38,7 @@ async def test_other_calls(router: FakeRouter) -> None:
         assert await client.health()
         assert (await client.state()).version == "1.2.3"
         assert await client.drain() == 3
+        assert await client.flush_prefix_cache() == 5
 
 
 async def test_errors_are_typed(router: FakeRouter) -> None:
@@ -98,3 +99,38 @@ async def test_closed_client_says_so(router: FakeRouter) -> None:
     await client.close()
     with pytest.raises(RequestCancelledError, match="closed"):
         await client.generate("x")
+
+
+async def test_streams_go_on_where_their_server_went_away(router: FakeRouter) -> None:
+    router.answer = in_turn(cut_off(3), cut_off(2), echo_in_capitals)
+    async with AsyncClient(router.address) as client, client.stream("abcd") as stream:
+        assert [delta.text async for delta in stream] == ["A", "B", "C", "D", ""]
+    assert bytes(router.requests[2].resume.samples[0].token_ids) == b"ABC"
+    router.answer = in_turn(cut_off(0), echo_in_capitals)
+    async with AsyncClient(router.address) as client:
+        assert (await client.generate("abc")).outputs[0].text == "ABC"
+
+
+async def test_without_resuming_a_loss_is_an_error_at_once(router: FakeRouter) -> None:
+    router.answer = in_turn(cut_off(2))
+    async with AsyncClient(router.address, resume_timeout_s=0) as client, client.stream("ab") as stream:
+        assert (await anext(stream)).text == "A"
+        with pytest.raises(UnavailableError):
+            await anext(stream)
+
+
+async def test_closing_or_cancelling_ends_the_wait_for_a_server() -> None:
+    async with AsyncClient("127.0.0.1:9", wait_for_server=True) as client:
+        stream = client.stream("x")
+        asyncio.get_running_loop().call_later(0.05, stream.close)
+        assert [delta async for delta in stream] == []
+        task = asyncio.create_task(client.generate("x"))
+        asyncio.get_running_loop().call_later(0.05, task.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+async def test_a_timeout_holds_over_all_tries() -> None:
+    async with AsyncClient("127.0.0.1:9", wait_for_server=True) as client:
+        with pytest.raises(DeadlineError):
+            await client.generate("x", timeout=0.2)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import grpc
 import pytest
@@ -14,12 +15,22 @@ from octavo.errors import (
     InvalidRequestError,
     OverloadedError,
     RequestCancelledError,
+    ResumeMismatchError,
     UnavailableError,
     UnsupportedError,
 )
 from octavo.types import SamplingParams
 from octavo.v1 import inference_pb2
-from tests.clients.fake_router import DIGEST, SEED, FakeRouter, failing_with, first_response
+from tests.clients.fake_router import (
+    DIGEST,
+    SEED,
+    FakeRouter,
+    cut_off,
+    echo_in_capitals,
+    failing_with,
+    first_response,
+    in_turn,
+)
 
 
 def test_generate_returns_the_whole_answer(router: FakeRouter) -> None:
@@ -99,6 +110,7 @@ def test_other_calls(router: FakeRouter) -> None:
         assert client.health()
         assert client.state().version == "1.2.3"
         assert client.drain() == 3
+        assert client.flush_prefix_cache() == 5
 
 
 def test_health_tells_a_server_that_does_not_serve(router: FakeRouter) -> None:
@@ -202,3 +214,84 @@ def test_closed_client_says_so(router: FakeRouter) -> None:
 def test_wrong_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="address is"):
         Client(address)
+
+
+def test_a_stream_goes_on_where_its_server_went_away(router: FakeRouter) -> None:
+    router.answer = in_turn(cut_off(3), cut_off(2), cut_off(0), echo_in_capitals)
+    with Client(router.address) as client, client.stream("abcdé") as stream:
+        deltas = list(stream)
+    assert [delta.text for delta in deltas] == ["A", "B", "C", "D", "É", ""]
+    assert stream.output.outputs[0].text == "ABCDÉ"
+    assert stream.output.finished
+    first, second, *_, last = router.requests
+    assert not first.HasField("resume")
+    assert second.WhichOneof("prompt") == "token_ids"
+    assert second.request_id == "drawn"
+    assert second.resume == inference_pb2.Resume(
+        prompt_token_ids="abcdé".encode(),
+        seed=SEED,
+        model_digest=DIGEST,
+        samples=[inference_pb2.ResumedSample(token_ids=b"AB", text_byte_count=2)],
+    )
+    assert last.resume.samples[0].text_byte_count == 3
+
+
+def test_a_request_for_one_answer_is_sent_again(router: FakeRouter) -> None:
+    router.answer = in_turn(cut_off(0), echo_in_capitals)
+    with Client(router.address) as client:
+        assert client.generate("abc").outputs[0].text == "ABC"
+    assert [request.HasField("resume") for request in router.requests] == [False, False]
+
+
+def test_a_server_that_drains_is_left_for_the_next(router: FakeRouter) -> None:
+    router.answer = in_turn(
+        cut_off(2, UnavailableError("stopping")),
+        failing_with(OverloadedError("full", retry_after_s=0)),
+        echo_in_capitals,
+    )
+    with Client(router.address) as client, client.stream("ab") as stream:
+        assert [delta.text for delta in stream] == ["A", "B", ""]
+
+
+def test_what_is_lost_behind_the_last_response_is_not_missed(router: FakeRouter) -> None:
+    router.answer = in_turn(cut_off(4))
+    with Client(router.address) as client, client.stream("ab") as stream:
+        assert [delta.text for delta in stream] == ["A", "B", ""]
+    assert len(router.requests) == 1
+
+
+def test_another_error_of_the_server_that_came_back_is_the_end(router: FakeRouter) -> None:
+    router.answer = in_turn(cut_off(2), failing_with(ResumeMismatchError("another model")))
+    with Client(router.address) as client, client.stream("ab") as stream:
+        assert next(stream).text == "A"
+        with pytest.raises(ResumeMismatchError, match="another model"):
+            next(stream)
+        assert list(stream) == []
+
+
+def test_without_resuming_a_loss_is_an_error_at_once(router: FakeRouter) -> None:
+    router.answer = in_turn(cut_off(2))
+    with Client(router.address, resume_timeout_s=0) as client, client.stream("ab") as stream:
+        assert next(stream).text == "A"
+        with pytest.raises(UnavailableError, match=router.address):
+            next(stream)
+
+
+def test_closing_ends_the_wait_for_a_server(router: FakeRouter) -> None:
+    with Client("127.0.0.1:9", wait_for_server=True) as client:
+        stream = client.stream("x")
+        threading.Timer(0.05, stream.close).start()
+        assert list(stream) == []
+
+
+def test_a_timeout_holds_over_all_tries() -> None:
+    with Client("127.0.0.1:9", wait_for_server=True) as client, pytest.raises(DeadlineError):
+        client.generate("x", timeout=0.2)
+
+
+def test_a_server_that_starts_late_is_waited_for(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/router.sock"
+    with Client(address, wait_for_server=True) as client:
+        stream = client.stream("ab")
+        with FakeRouter(address):
+            assert [delta.text for delta in stream] == ["A", "B", ""]

@@ -7,7 +7,7 @@ from google.protobuf import json_format
 
 from octavo.conversion import chat_prompt, chat_request, detokenize_request, generate_request, tokenize_request
 from octavo.errors import InvalidRequestError
-from octavo.types import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from octavo.types import SamplingParams, StructuredOutputsParams
 from octavo.v1 import inference_pb2, sampling_pb2
 
 
@@ -110,12 +110,37 @@ def test_what_the_contract_cannot_hold_names_the_field(params: dict[str, Any], f
 
 
 def test_beams() -> None:
-    request = request_for(beam_search=BeamSearchParams(beam_width=4, length_penalty=0.5, early_stopping="never"))
+    request = request_for(use_beam_search=True, beam_width=4, n=2, length_penalty=0.5, early_stopping="never")
     assert request.sampling.beam_search == sampling_pb2.BeamSearch(
         beam_width=4, length_penalty=0.5, early_stopping=sampling_pb2.BEAM_EARLY_STOPPING_NEVER
     )
+    assert request.sampling.n == 2
+    assert not request.sampling.HasField("best_of")
     with pytest.raises(InvalidRequestError, match="early_stopping is 'soon'"):
-        request_for(beam_search=BeamSearchParams(beam_width=4, early_stopping="soon"))  # type: ignore[arg-type]
+        request_for(use_beam_search=True, beam_width=4, early_stopping="soon")
+
+
+@pytest.mark.parametrize(
+    ("params", "width"),
+    [({"n": 3}, 3), ({"best_of": 5, "n": 2}, 5), ({"beam_width": 4, "n": 2}, 4), ({"beam_width": 4, "best_of": 4}, 4)],
+)
+def test_the_width_of_beams_is_their_own_or_best_of_or_n(params: dict[str, Any], width: int) -> None:
+    assert request_for(use_beam_search=True, **params).sampling.beam_search.beam_width == width
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        ({"beam_width": 4}, "sampling.beam_search.beam_width"),
+        ({"length_penalty": 2.0}, "sampling.beam_search.length_penalty"),
+        ({"early_stopping": True}, "sampling.beam_search.early_stopping"),
+        ({"use_beam_search": True, "beam_width": 4, "best_of": 3}, "sampling.best_of"),
+    ],
+)
+def test_half_a_beam_search_is_refused(params: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequestError) as error:
+        request_for(**params)
+    assert error.value.field == field
 
 
 def test_structured_outputs() -> None:

@@ -96,8 +96,34 @@ def test_ctrl_c_cancels_and_leaves_the_model_usable(llm: LLM) -> None:
     assert llm.generate("a", use_tqdm=False)[0].outputs[0].text == "A"
 
 
+def test_a_router_that_dies_is_outlived(
+    stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    marker = tmp_path / "die"
+    marker.touch()
+    monkeypatch.setenv("FAKE_ROUTER", f"dies:{marker}")
+    prompts = [f"prompt {index}" for index in range(30)]
+    with LLM("m", max_num_seqs=4) as llm:
+        outputs = llm.generate(prompts, use_tqdm=False)
+    assert [output.outputs[0].text for output in outputs] == [prompt.upper() for prompt in prompts]
+    assert "router was killed by SIGKILL; starting it again" in capfd.readouterr().err
+
+
+def test_a_call_ends_when_nobody_will_ever_answer(
+    stand_ins: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    marker = tmp_path / "die"
+    marker.touch()
+    monkeypatch.setenv("FAKE_ROUTER", f"dies:{marker}")
+    with LLM("m") as llm:
+        monkeypatch.setenv("FAKE_ROUTER", "exit")
+        with pytest.raises(StartError, match="no address"):
+            llm.generate("x", use_tqdm=False)
+
+
 def test_others_can_connect_and_ask_for_the_state(llm: LLM) -> None:
     assert llm.state().version == "1.2.3"
+    assert llm.flush_prefix_cache() == 5
     with Client(llm.address) as client:
         assert client.health()
 

@@ -96,3 +96,20 @@ def test_stop_reason_is_none_at_an_end_of_sequence_token(matched: dict[str, obje
     delta = inference_pb2.SampleDelta(finish_reason=inference_pb2.FINISH_REASON_STOP, **matched)  # type: ignore[arg-type]
     (told,) = builder.add(inference_pb2.GenerateResponse(deltas=[delta]))
     assert (told.finish_reason, told.stop_reason) == ("stop", stop_reason)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "cumulative_logprob"),
+    [
+        ({"n": 2, "best_of": 2}, None),
+        ({"best_of": 2}, -3.5),
+        ({"beam_search": {"beam_width": 2}}, -3.5),
+    ],
+)
+def test_what_was_chosen_by_its_log_probability_comes_with_it(
+    sampling: dict[str, object], cumulative_logprob: float | None
+) -> None:
+    builder = OutputBuilder(inference_pb2.GenerateRequest(text="p", sampling=sampling))
+    ended = inference_pb2.SampleDelta(finish_reason=inference_pb2.FINISH_REASON_STOP, cumulative_logprob=-3.5)
+    builder.add(inference_pb2.GenerateResponse(deltas=[ended]))
+    assert builder.output().outputs[0].cumulative_logprob == cumulative_logprob

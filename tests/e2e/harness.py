@@ -8,8 +8,10 @@ What is compared, and with what, is the tests'.
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 
 from octavo.channel import channel_options
 from octavo.config import pair_settings
@@ -38,6 +41,8 @@ FINISH_REASONS = {
     sampling_reason: name.removeprefix("FINISH_REASON_").lower()
     for name, sampling_reason in inference_pb2.FinishReason.items()
 }
+# A line of Prometheus' text format: octavo_preemptions_total{kind="swap"} 3.0
+_SAMPLE = re.compile(r"^(?P<name>\w+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)$", re.MULTILINE)
 
 
 @dataclass
@@ -58,6 +63,15 @@ class Answer:
     def bits(self) -> tuple[list[int], list[float], list[tuple[tuple[int, float], ...]]]:
         """What must be equal, bit for bit, however the request was scheduled."""
         return self.token_ids, self.logprobs, self.top
+
+
+@dataclass
+class Reply:
+    """All that a call brought: its samples in order of their index, what became of its prompt, what it took."""
+
+    answers: list[Answer]
+    prompt: inference_pb2.PromptInfo
+    usage: inference_pb2.Usage
 
 
 @dataclass(frozen=True)
@@ -90,10 +104,14 @@ def request_of(
     final_only: bool = False,
     skip_special_tokens: bool = False,
     temperature: float = 0.0,
+    cache_salt: str = "",
+    priority: int = 0,
     **sampling: Any,
 ) -> inference_pb2.GenerateRequest:
     """A request for a prompt (text, token ids or chat messages); greedy and without an end unless told otherwise."""
     request = inference_pb2.GenerateRequest(
+        cache_salt=cache_salt,
+        priority=priority,
         sampling=sampling_pb2.SamplingParams(temperature=temperature, **sampling),
         stop=sampling_pb2.StopConditions(
             max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos, include_stop_in_text=include_stop
@@ -112,21 +130,37 @@ def request_of(
     return request
 
 
-def collect(responses: Iterator[inference_pb2.GenerateResponse]) -> list[Answer]:
-    """Reads a call to its end; the samples in order of their index."""
+def collect_reply(responses: Iterable[inference_pb2.GenerateResponse]) -> Reply:
+    """Reads a call to its end."""
+    reply = Reply([], inference_pb2.PromptInfo(), inference_pb2.Usage())
     answers: dict[int, Answer] = {}
     for response in responses:
-        for delta in response.deltas:
-            answer = answers.setdefault(delta.sample_index, Answer())
-            answer.token_ids.extend(delta.token_ids)
-            answer.logprobs.extend(entry.logprob for entry in delta.logprobs)
-            answer.top.extend(tuple((top.token_id, top.logprob) for top in entry.top) for entry in delta.logprobs)
-            if delta.text:
-                answer.deltas.append(delta.text)
-            if delta.finish_reason:
-                answer.finish_reason = FINISH_REASONS[delta.finish_reason]
-                answer.matched_stop = delta.matched_stop
-    return [answers[index] for index in sorted(answers)]
+        add_deltas(answers, response)
+        if response.HasField("prompt"):
+            reply.prompt = response.prompt
+        if response.HasField("usage"):
+            reply.usage = response.usage
+    reply.answers = [answers[index] for index in sorted(answers)]
+    return reply
+
+
+def collect(responses: Iterable[inference_pb2.GenerateResponse]) -> list[Answer]:
+    """Reads a call to its end; the samples in order of their index."""
+    return collect_reply(responses).answers
+
+
+def add_deltas(answers: dict[int, Answer], response: inference_pb2.GenerateResponse) -> None:
+    """Adds what a response brings to the answers, by sample index."""
+    for delta in response.deltas:
+        answer = answers.setdefault(delta.sample_index, Answer())
+        answer.token_ids.extend(delta.token_ids)
+        answer.logprobs.extend(entry.logprob for entry in delta.logprobs)
+        answer.top.extend(tuple((top.token_id, top.logprob) for top in entry.top) for entry in delta.logprobs)
+        if delta.text:
+            answer.deltas.append(delta.text)
+        if delta.finish_reason:
+            answer.finish_reason = FINISH_REASONS[delta.finish_reason]
+            answer.matched_stop = delta.matched_stop
 
 
 class Server:
@@ -168,8 +202,29 @@ class Server:
         with ThreadPoolExecutor(concurrency) as pool:
             return list(pool.map(lambda prompt: self.generate(prompt, **options), prompts))
 
+    def reply(self, prompt: Any, **options: Any) -> Reply:
+        """The whole reply to a request, usage included; options as `request_of`'s."""
+        return collect_reply(self.start(request_of(prompt, **options)))
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels. Raises KeyError if there is none."""
+        text = httpx.get(f"{self.http_url}/metrics", timeout=30).text
+        wanted = {f'{key}="{value}"' for key, value in labels.items()}
+        found = [
+            float(match["value"])
+            for match in _SAMPLE.finditer(text)
+            if match["name"] == name and wanted <= set((match["labels"] or "").split(","))
+        ]
+        if not found:
+            raise KeyError(f"no sample of {name} with {labels or 'any labels'} among the metrics")
+        return sum(found)
+
     def state(self) -> admin_pb2.GetStateResponse:
         return self.admin.GetState(admin_pb2.GetStateRequest(), timeout=30)
+
+    def is_connected(self) -> bool:
+        """Whether the router has a session with its worker now."""
+        return self.state().workers[0].status == admin_pb2.WORKER_STATUS_READY
 
     def used_blocks(self) -> int:
         """Device blocks that sequences hold now."""
@@ -182,6 +237,11 @@ class Server:
             timeout_s,
             lambda: f"requests or blocks are left: {self.state()}",
         )
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process, from /proc."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, describe: Callable[[], str]) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo_kernels import InvalidArgumentError, KVLayout
+from octavo_kernels.reference import _runs
 from tests.kernels.cases import DTYPES, ISAS, TOLERANCES, normal
 
 
@@ -148,3 +149,9 @@ def test_blocks_are_copied_and_moved(native, reference, dtype, heads):
             backend.copy_blocks(pool, torch.tensor([9]), torch.tensor([0]))
         with pytest.raises(InvalidArgumentError, match="target block -1"):
             backend.copy_blocks(pool, torch.tensor([0]), torch.tensor([-1]))
+
+
+def test_moves_between_devices_are_one_copy_a_stretch():
+    assert list(_runs([3, 4, 5, 7, 8, 2], [0, 1, 2, 3, 5, 6])) == [(3, 0, 3), (7, 3, 1), (8, 5, 1), (2, 6, 1)]
+    assert list(_runs([9], [1])) == [(9, 1, 1)]
+    assert list(_runs([], [])) == []

@@ -22,7 +22,7 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
-from prompts import PROMPTS
+from prompts import PROMPTS, Prompt
 from tiny_models import TINY_MODELS, VOCAB_SIZE, TinyModel, make_model, save
 
 HERE = Path(__file__).resolve().parent
@@ -85,8 +85,8 @@ def write(path: Path, model_name: str, entries: list[dict[str, Any]]) -> None:
     print(f"{path.relative_to(HERE)}: {len(entries)} prompts, {len(steps)} tokens, {near_ties} near-ties")
 
 
-def make_default_model(gguf: Path) -> None:
-    """References of the default model, its quantized weights read as fp32 numbers."""
+def load_default_model(gguf: Path) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
+    """The default model, its quantized weights read as fp32 numbers, and its tokenizer."""
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     # The file's `tokenizer.ggml.pre` is "smollm": every digit stands alone. transformers' reader leaves that out, which
@@ -106,15 +106,24 @@ def make_default_model(gguf: Path) -> None:
     wrong = {name: weight.dtype for name, weight in model.named_parameters() if weight.dtype != torch.float32}
     if wrong:
         raise ValueError(f"not in fp32: {wrong}")
+    return model, tokenizer
+
+
+def tokenize(tokenizer: transformers.PreTrainedTokenizerBase, prompt: Prompt) -> tuple[dict[str, Any], list[int]]:
+    """A prompt as an entry names it, and its token ids."""
+    if not prompt.messages:
+        return {"text": prompt.text}, tokenizer(prompt.text)["input_ids"]
+    messages = [{"role": role, "content": content} for role, content in prompt.messages]
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return {"messages": messages}, ids
+
+
+def make_default_model(gguf: Path) -> None:
+    """The default model's references."""
+    model, tokenizer = load_default_model(gguf)
     entries = []
     for prompt in PROMPTS:
-        if prompt.messages:
-            messages = [{"role": role, "content": content} for role, content in prompt.messages]
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-            origin: dict[str, Any] = {"messages": messages}
-        else:
-            ids = tokenizer(prompt.text)["input_ids"]
-            origin = {"text": prompt.text}
+        origin, ids = tokenize(tokenizer, prompt)
         entries.append(as_entry(prompt.name, origin, ids, generate(model, ids, DEFAULT_MODEL_TOKENS)))
     write(HERE / "smollm2-135m-instruct.json", "SmolLM2-135M-Instruct.Q4_1.gguf", entries)
 

@@ -1,6 +1,7 @@
-"""The 32 prompts of the default model's references: text or chat, from one token to about 700, in many scripts.
+"""The prompts of the default model's references: 32 for greedy generation, text or chat, from one token to about 700,
+in many scripts; 16 for beam search.
 
-Only `make_references.py` reads this; the tests read the token ids that it wrote.
+Only the scripts that make the references read this; the tests read the token ids that those wrote.
 """
 
 from __future__ import annotations
@@ -101,4 +102,25 @@ PROMPTS: tuple[Prompt, ...] = (
     ),
     _chat("chat_code", "Write a Python function that returns the n-th Fibonacci number, without recursion."),
     _chat("chat_emoji", "Translate to English: 我喜欢喝茶。 Then add this flag: 🇨🇳 and this family: 👨‍👩‍👧"),
+)
+
+
+# Short answers, so that beams end well before the 48th token, and some texts that go on.
+BEAM_PROMPTS: tuple[Prompt, ...] = (
+    Prompt("story", "In a small village by the sea there lived an old fisherman who"),
+    _chat("opposite", "What is the opposite of hot?"),
+    _chat("follow_up", "And of Spain?", ("user", "What is the capital of Italy?"), ("assistant", "Rome.")),
+    _chat("year", "In which year did the Second World War end?"),
+    _chat("sum", "What is two plus three?"),
+    _chat("sum_digits", "What is 17 + 25?"),
+    _chat("formula", "What is the chemical formula of water?"),
+    _chat("translate", "Translate to French: good morning"),
+    _chat("ocean", "Which is the largest ocean on Earth?"),
+    _chat("author", "Who wrote Hamlet?"),
+    _chat("animal", "Name one animal that can fly. Answer with one word."),
+    _chat("laconic", "How is the weather?", ("system", "You answer with at most five words.")),
+    _chat("greeting", "Hello!"),
+    _chat("thanks", "Thank you, that is all."),
+    _chat("colour", "Name a colour."),
+    _chat("code", "Write a Python expression that reverses the list xs. Only the code."),
 )

@@ -181,6 +181,9 @@ class FakeEngine:
         self.is_draining = True
         return len(self.running)
 
+    def flush_prefix_cache(self) -> int:
+        return 5
+
     def state(self) -> admin_pb2.GetStateResponse:
         return admin_pb2.GetStateResponse(
             draining=self.is_draining, queue=admin_pb2.QueueState(request_count=len(self.running))

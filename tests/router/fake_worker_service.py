@@ -11,7 +11,7 @@ import grpc.aio
 
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo.worker.v1 import worker_pb2_grpc
-from octavo_router.plan import NewSequence, SequenceParams, StepPlan, StepResult
+from octavo_router.plan import BlockMoves, Forks, Moves, NewSequence, SequenceParams, StepPlan, StepResult
 from tests.router.fake_worker import FakeWorker
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -54,7 +54,11 @@ class FakeWorkerService(worker_pb2_grpc.WorkerServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"epoch {opening.epoch} is not a new one")
         self.described.last_epoch = opening.epoch
         memory = self.described.kv_memory
-        self.worker = FakeWorker(block_size=memory.block_size, num_blocks=memory.device_block_count)
+        self.worker = FakeWorker(
+            block_size=memory.block_size,
+            num_blocks=memory.device_block_count,
+            num_host_blocks=memory.host_block_count,
+        )
         yield pb.RunResponse(epoch=opening.epoch, incarnation=opening.incarnation, opened=pb.SessionOpened())
         progress = pb.Progress(executor_tick=1)
         yield pb.RunResponse(epoch=opening.epoch, incarnation=opening.incarnation, progress=progress)
@@ -100,11 +104,22 @@ def plan_columns(request: pb.RunRequest, ahead: dict[int, list[int]]) -> StepPla
                     top_logprob_count=new.params.top_logprob_count,
                     suppressed_token_ids=tuple(new.params.suppressed_token_ids),
                     min_token_count=new.params.min_token_count,
+                    candidate_count=new.params.candidate_count,
                 ),
+                list(new.block_ids),
             )
             for new in plan.new_sequences
         ],
         release_sequence_ids=list(plan.release_sequence_ids),
+        moves=Moves(_moves(plan.swap_out), _moves(plan.swap_in), _moves(plan.copies)),
+        forks=Forks(
+            parent_sequence_ids=list(plan.forks.parent_sequence_ids),
+            child_sequence_ids=list(plan.forks.child_sequence_ids),
+            token_ids=list(plan.forks.token_ids),
+            token_counts=list(plan.forks.token_counts),
+            block_counts=list(plan.forks.block_counts),
+            block_ids=list(plan.forks.block_ids),
+        ),
         sequence_ids=list(scheduled.sequence_ids),
         start_positions=list(scheduled.start_positions),
         token_counts=list(scheduled.token_counts),
@@ -112,6 +127,10 @@ def plan_columns(request: pb.RunRequest, ahead: dict[int, list[int]]) -> StepPla
         new_block_counts=list(scheduled.new_block_counts),
         new_block_ids=list(scheduled.new_block_ids),
     )
+
+
+def _moves(moves: pb.BlockMoves) -> BlockMoves:
+    return BlockMoves(list(moves.source_block_ids), list(moves.target_block_ids))
 
 
 def result_message(result: StepResult) -> pb.StepResult:
@@ -125,6 +144,10 @@ def result_message(result: StepResult) -> pb.StepResult:
             top_token_ids=result.logprobs.top_token_ids,
             top_logprobs=result.logprobs.top_logprobs,
         ),
+        candidates=[
+            pb.Candidates(sequence_id=beam.sequence_id, token_ids=beam.token_ids, logprobs=beam.logprobs)
+            for beam in result.candidates
+        ],
         errors=[pb.SequenceError(sequence_id=error.sequence_id, message=error.message) for error in result.errors],
         duration_us=result.duration_us,
         idle_us=result.idle_us,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
+from octavo_router.beam_search import Hypothesis
 from octavo_router.limits import Limits
 from octavo_router.plan import StepPlan
-from octavo_router.request import FinishReason, Output, Request, Sampling, Stopping
-from octavo_router.results import Event, RequestFailed
+from octavo_router.request import Beams, FinishReason, Output, Request, ResumedSample, Sampling, Stopping
+from octavo_router.results import BeamsFinished, Event, RequestFailed, TokenSampled
 from octavo_router.scheduler import Scheduler
 from octavo_router.sequence import Sequence, SequenceGroup
 from tests.router.fake_worker import EOS_TOKEN_ID, FakeWorker, expected_output
@@ -24,8 +25,11 @@ def make_limits(
     max_num_tokens: int = 64,
     max_plans_in_flight: int = 2,
     enable_chunked_prefill: bool = True,
+    enable_prefix_caching: bool = True,
+    num_host_blocks: int = 0,
+    swaps: bool = False,
 ) -> Limits:
-    """Limits that leave room, but for those given."""
+    """Limits that leave room, but for those given. swaps: whether swapping is faster than computing again."""
     return Limits(
         block_size=block_size,
         num_device_blocks=num_blocks,
@@ -34,6 +38,11 @@ def make_limits(
         max_num_batched_tokens=max_num_tokens,
         max_plans_in_flight=max_plans_in_flight,
         enable_chunked_prefill=enable_chunked_prefill,
+        enable_prefix_caching=enable_prefix_caching,
+        num_host_blocks=num_host_blocks,
+        bytes_per_block=1024,
+        prefill_tokens_per_s=1000.0,
+        swap_bytes_per_s=1e9 if swaps else 0.0,
     )
 
 
@@ -44,6 +53,8 @@ def make_request(
     *,
     seed: int = 0,
     n: int = 1,
+    best_of: int = 1,
+    beams: Beams | None = None,
     priority: int = 0,
     min_tokens: int = 0,
     ignore_eos: bool = True,
@@ -53,12 +64,14 @@ def make_request(
     logprobs: int | None = None,
     deadline: float | None = None,
     first_token: int = 2,
+    cache_salt: str | None = None,
+    resumed: tuple[ResumedSample, ...] = (),
 ) -> Request:
-    """A request whose prompt begins with first_token and counts up."""
+    """A request whose prompt begins with first_token and counts up. Without a cache_salt it finds no other's prefix."""
     return Request(
         request_id=request_id,
         prompt_token_ids=[first_token + index % 40 for index in range(num_prompt)],
-        sampling=Sampling(seed=seed, n=n),
+        sampling=Sampling(seed=seed, n=n, best_of=max(n, best_of), beams=beams),
         stopping=Stopping(
             max_tokens=max_tokens,
             min_tokens=min_tokens,
@@ -70,6 +83,8 @@ def make_request(
         output=Output(logprobs=logprobs),
         priority=priority,
         deadline=deadline,
+        cache_salt=request_id if cache_salt is None else cache_salt,
+        resumed=resumed,
     )
 
 
@@ -103,6 +118,7 @@ class Harness:
         self.worker = FakeWorker(
             block_size=self.limits.block_size,
             num_blocks=self.limits.num_device_blocks,
+            num_host_blocks=self.limits.num_host_blocks,
             max_num_tokens=self.limits.max_num_batched_tokens,
         )
         self.in_flight: deque[StepPlan] = deque()
@@ -145,7 +161,7 @@ class Harness:
         events = self.scheduler.apply(result)
         self._log(f"  result {result.step_seq}: " + (" ".join(self._describe_event(event) for event in events) or "-"))
         dropped = set(result.sequence_ids) - {
-            event.sequence.sequence_id for event in events if not isinstance(event, RequestFailed)
+            event.sequence.sequence_id for event in events if isinstance(event, TokenSampled)
         }
         if dropped:
             self._log(f"    dropped a token of {' '.join(self._name(sequence_id) for sequence_id in sorted(dropped))}")
@@ -179,6 +195,22 @@ class Harness:
     def output(self, request_id: str, sample_index: int = 0) -> list[int]:
         return self.groups[request_id].sequences[sample_index].output_token_ids
 
+    def delivered(self, request_id: str, sample_index: int = 0) -> list[int]:
+        """Tokens of a sample that events brought."""
+        sequence = self.groups[request_id].sequences[sample_index]
+        return [
+            event.token_id for event in self.events if isinstance(event, TokenSampled) and event.sequence is sequence
+        ]
+
+    def hypotheses(self, request_id: str) -> list[Hypothesis]:
+        """What a request's beam search found."""
+        (found,) = (
+            event.hypotheses
+            for event in self.events
+            if isinstance(event, BeamsFinished) and event.group is self.groups[request_id]
+        )
+        return found
+
     @property
     def num_used(self) -> int:
         return self.scheduler.blocks.device.num_used
@@ -210,7 +242,9 @@ class Harness:
             parts.append("release " + " ".join(self._name(sequence_id) for sequence_id in plan.release_sequence_ids))
         for new in plan.new_sequences:
             output = len(new.token_ids) - new.prompt_token_count
-            parts.append(f"new {self._name(new.sequence_id)} ({new.prompt_token_count}+{output} tokens)")
+            table = f" [{' '.join(map(str, new.block_ids))}]" if new.block_ids else ""
+            parts.append(f"new {self._name(new.sequence_id)} ({new.prompt_token_count}+{output} tokens){table}")
+        parts += self._describe_moves(plan)
         block_ids = iter(plan.new_block_ids)
         for sequence_id, start, count, samples, num_blocks in zip(
             plan.sequence_ids,
@@ -227,9 +261,30 @@ class Harness:
             )
         return f"plan {plan.step_seq}: " + ", ".join(parts)
 
+    def _describe_moves(self, plan: StepPlan) -> list[str]:
+        moves, forks = plan.moves, plan.forks
+        parts = []
+        for what, columns, source_tier, target_tier in (
+            ("out", moves.swap_out, "", "h"),
+            ("in", moves.swap_in, "h", ""),
+            ("copy", moves.copies, "", ""),
+        ):
+            for source, target in zip(columns.source_block_ids, columns.target_block_ids, strict=True):
+                parts.append(f"{what} {source_tier}{source}->{target_tier}{target}")
+        block_ids = iter(forks.block_ids)
+        for parent, child, token_id, num_blocks in zip(
+            forks.parent_sequence_ids, forks.child_sequence_ids, forks.token_ids, forks.block_counts, strict=True
+        ):
+            table = " ".join(str(next(block_ids)) for _ in range(num_blocks))
+            parts.append(f"fork {self._name(parent)}->{self._name(child)} token {token_id} [{table}]")
+        return parts
+
     def _describe_event(self, event: Event) -> str:
         if isinstance(event, RequestFailed):
             return f"{event.group.request.request_id} failed: {event.message}"
+        if isinstance(event, BeamsFinished):
+            best = event.hypotheses[0]
+            return f"{event.group.request.request_id} found {list(best.token_ids)} ({best.finish_reason.value})"
         name = self._sequence_name(event.sequence.group.request.request_id, event.sequence)
         end = f" ({event.finish_reason.value})" if event.finish_reason else ""
         return f"{name}={event.token_id}{end}"

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import gc
 import random
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,18 +22,19 @@ from octavo.errors import (
     InvalidRequestError,
     OverloadedError,
     RequestCancelledError,
+    ResumeMismatchError,
     UnavailableError,
 )
 from octavo.v1 import admin_pb2
-from octavo_router import stream as stream_module
+from octavo_router import sample as sample_module
 from octavo_router.engine import Engine
 from octavo_router.metrics import Metrics
-from octavo_router.request import FinishReason, Request, Usage
+from octavo_router.request import Beams, FinishReason, Request, RequestUpdate, ResumedSample, Usage
 from octavo_router.stream import RequestStream
 from octavo_router.text_stream import TextStream
 from octavo_router.worker_client import Progress
 from tests.router.fake_client import FakeClient, description, letter_tokenizer, text_of
-from tests.router.fake_worker import EOS_TOKEN_ID, POISON, expected_output, logprob_of
+from tests.router.fake_worker import EOS_TOKEN_ID, POISON, expected_hypotheses, expected_output, logprob_of
 from tests.router.harness import make_request, seed_that_stops_after
 
 
@@ -46,10 +48,10 @@ async def until(condition: Callable[[], bool]) -> None:
 class Router:
     """An engine, its fake worker and its metrics."""
 
-    def __init__(self, client: FakeClient, **config: Any) -> None:
+    def __init__(self, client: FakeClient, clock: Callable[[], float], **config: Any) -> None:
         self.client = client
         self.metrics = Metrics()
-        self.engine = Engine(RouterConfig(**config), client, letter_tokenizer(), self.metrics)
+        self.engine = Engine(RouterConfig(**config), client, letter_tokenizer(), self.metrics, clock)
 
     def submit(self, request: Request) -> RequestStream:
         return self.engine.submit(request)
@@ -72,8 +74,10 @@ class Router:
 
 
 @asynccontextmanager
-async def serving(client: FakeClient | None = None, **config: Any) -> AsyncGenerator[Router]:
-    router = Router(client or FakeClient(), **config)
+async def serving(
+    client: FakeClient | None = None, clock: Callable[[], float] = time.monotonic, **config: Any
+) -> AsyncGenerator[Router]:
+    router = Router(client or FakeClient(), clock, **config)
     async with asyncio.timeout(20):
         await router.engine.start()
         try:
@@ -92,6 +96,11 @@ class Sample:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     cumulative_logprob: float = 0.0
 
+    def held(self, index: int) -> ResumedSample:
+        """What its caller holds by now."""
+        num_bytes = len(self.text.encode())
+        return ResumedSample(index, tuple(self.token_ids), num_bytes, self.finish_reason, sum(self.logprobs))
+
 
 @dataclasses.dataclass
 class Answer:
@@ -107,23 +116,27 @@ class Answer:
         (sample,) = self.samples.values()
         return sample
 
+    def add(self, update: RequestUpdate) -> None:
+        """Takes in an update."""
+        self.num_updates += 1
+        assert self.usage is None, "an update came behind the last"
+        for delta in update.deltas:
+            sample = self.samples.setdefault(delta.sample_index, Sample())
+            assert sample.finish_reason is None, "a sample went on behind its end"
+            sample.token_ids += delta.token_ids
+            sample.text += delta.text
+            sample.finish_reason, sample.matched = delta.finish_reason, delta.matched
+            sample.logprobs += [entry.logprob for entry in delta.logprobs]
+            sample.cumulative_logprob = delta.cumulative_logprob
+        self.usage = update.usage
+
 
 async def read(stream: RequestStream) -> Answer:
     """Reads a stream to its end."""
     answer = Answer({})
     try:
         async for update in stream:
-            answer.num_updates += 1
-            assert answer.usage is None, "an update came behind the last"
-            for delta in update.deltas:
-                sample = answer.samples.setdefault(delta.sample_index, Sample())
-                assert sample.finish_reason is None, "a sample went on behind its end"
-                sample.token_ids += delta.token_ids
-                sample.text += delta.text
-                sample.finish_reason, sample.matched = delta.finish_reason, delta.matched
-                sample.logprobs += [entry.logprob for entry in delta.logprobs]
-                sample.cumulative_logprob = delta.cumulative_logprob
-            answer.usage = update.usage
+            answer.add(update)
     except Exception as error:
         answer.error = error
     return answer
@@ -353,7 +366,7 @@ async def test_stop_strings_that_are_refused_leave_nothing_behind(monkeypatch: p
         raise InvalidRequestError("too many", field="stop.stop")
 
     async with serving() as router:
-        monkeypatch.setattr(stream_module, "TextStream", refuse)
+        monkeypatch.setattr(sample_module, "TextStream", refuse)
         with pytest.raises(InvalidRequestError, match="too many"):
             router.submit(make_request(max_tokens=5))
         router.engine.check_integrity()
@@ -391,7 +404,7 @@ async def test_a_fault_while_making_text_is_its_requests_own(monkeypatch: pytest
             def append(self, token_id: int) -> str | None:
                 raise RuntimeError("a bug")
 
-        monkeypatch.setattr(stream_module, "TextStream", BrokenTextStream)
+        monkeypatch.setattr(sample_module, "TextStream", BrokenTextStream)
         bad = await read(router.submit(make_request("bad", max_tokens=5)))
         assert isinstance(bad.error, InternalError)
         await read_ok(good)
@@ -478,7 +491,8 @@ async def test_a_worker_that_hangs_is_given_up() -> None:
 
 
 async def test_a_worker_whose_executor_gets_on_is_not_given_up() -> None:
-    async with serving(step_timeout_s=0.1) as router:
+    now = 0.0
+    async with serving(clock=lambda: now, step_timeout_s=0.1) as router:
         client = router.client
         client.answering.clear()
         stream = router.submit(make_request(max_tokens=2))
@@ -486,7 +500,11 @@ async def test_a_worker_whose_executor_gets_on_is_not_given_up() -> None:
         assert client.session is not None
         for tick in range(20):
             client.session.progress.put_nowait(Progress(tick, busy=True))
-            await asyncio.sleep(0.02)
+            await until(client.session.progress.empty)
+            for _ in range(10):  # what was taken out is on its way to the engine
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.02)  # so that whoever watches has looked
+            now += 0.08
         assert router.worker_state.lost_session_count == 0
         client.answering.set()
         await read_ok(stream)
@@ -687,3 +705,125 @@ async def test_leaving_at_the_moment_of_the_last_token_harms_nobody() -> None:
         assert total == 200
         assert not router.engine._timers
         assert router.worker_state.lost_session_count == 0
+
+
+# Best of several, and beams
+
+
+async def test_the_best_samples_of_several_come_back() -> None:
+    request = make_request(max_tokens=6, n=2, best_of=5, seed=3)
+    outputs = [expected_output(request, index)[0] for index in range(5)]
+    means = [sum(logprob_of(token) for token in tokens) / len(tokens) for tokens in outputs]
+    best = sorted(range(5), key=lambda index: -means[index])[:2]
+    async with serving() as router:
+        answer = await read_ok(router.submit(request))
+        await router.until_idle()
+    assert answer.num_updates == 1
+    assert [answer.samples[rank].token_ids for rank in range(2)] == [outputs[index] for index in best]
+    assert answer.samples[0].logprobs == []
+    assert answer.samples[0].cumulative_logprob == sum(logprob_of(token) for token in outputs[best[0]])
+    assert answer.usage == Usage(prompt_tokens=5, completion_tokens=sum(map(len, outputs)))
+
+
+async def test_beams_come_back_best_first() -> None:
+    request = make_request(max_tokens=8, n=2, beams=Beams(3), ignore_eos=False)
+    async with serving() as router:
+        answer = await read_ok(router.submit(request))
+        await router.until_idle()
+        assert router.value("octavo_generation_tokens_total") == sum(len(s.token_ids) for s in answer.samples.values())
+        assert router.value("octavo_time_to_first_token_seconds_count") == 1
+    hypotheses = expected_hypotheses(request)
+    assert [tuple(answer.samples[rank].token_ids) for rank in range(2)] == [h.token_ids for h in hypotheses[:2]]
+    assert [answer.samples[rank].finish_reason for rank in range(2)] == [h.finish_reason for h in hypotheses[:2]]
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == sum(len(h.token_ids) for h in hypotheses[:2])
+
+
+async def test_cached_tokens_are_told_and_can_be_flushed() -> None:
+    async with serving() as router:
+        for num_cached in (0, 20):
+            answer = await read_ok(router.submit(make_request(str(num_cached), num_prompt=21, cache_salt="same")))
+            assert answer.usage == Usage(21, 4, num_cached)
+        await router.until_idle()
+        assert router.worker_state.device_pool.cached_block_count > 0
+        assert router.value("octavo_prefix_cache_hits_total", tier="device") == 20
+        assert router.engine.flush_prefix_cache() > 0
+        assert router.worker_state.device_pool.cached_block_count == 0
+        answer = await read_ok(router.submit(make_request("again", num_prompt=21, cache_salt="same")))
+        assert answer.usage == Usage(21, 4, 0)
+
+
+# Resumes
+
+
+async def test_a_resume_gives_the_rest_and_nothing_twice() -> None:
+    options: dict[str, Any] = {"max_tokens": 9, "n": 2, "logprobs": 0}
+    tokens, _ = expected_output(make_request(**options))
+    # The first sample ends with a stop string of its sixth to eighth tokens, the second with its ninth token.
+    options["stop"] = (text_of(tokens[5:8]),)
+    async with serving() as router:
+        whole = Answer({})
+        held: list[tuple[ResumedSample, ...]] = [()]
+        async for update in router.submit(make_request(**options)):
+            whole.add(update)
+            held.append(tuple(sample.held(index) for index, sample in sorted(whole.samples.items())))
+        assert whole.samples[0].matched == options["stop"][0]
+        assert len(held) > 9
+        for number, resumed in enumerate(held):
+            rest = await read_ok(router.submit(make_request(f"B{number}", **options, resumed=resumed)))
+            for index, sample in whole.samples.items():
+                before = next((h for h in resumed if h.sample_index == index), ResumedSample(index, (), 0))
+                behind = rest.samples.get(index, Sample())
+                assert [*before.token_ids, *behind.token_ids] == sample.token_ids
+                assert sample.text[: before.text_byte_count] + behind.text == sample.text
+                assert behind.logprobs == sample.logprobs[len(before.token_ids) :]
+                if before.finish_reason is not None:
+                    assert behind == Sample()
+                    continue
+                assert behind.cumulative_logprob == sample.cumulative_logprob
+                assert (behind.finish_reason, behind.matched) == (sample.finish_reason, sample.matched)
+            assert rest.usage == whole.usage
+        await router.until_idle()
+
+
+async def test_samples_that_had_ended_are_not_told_again() -> None:
+    tokens = [expected_output(make_request(max_tokens=4, n=2), index)[0] for index in range(2)]
+    ended = ResumedSample(0, tuple(tokens[0]), 4, FinishReason.LENGTH)
+    async with serving() as router:
+        open_one = ResumedSample(1, tuple(tokens[1][:1]), 1)
+        answer = await read_ok(router.submit(make_request(n=2, resumed=(ended, open_one))))
+        assert answer.samples.keys() == {1}
+        assert answer.only.token_ids == tokens[1][1:]
+        assert answer.usage == Usage(5, 8)
+        both = (ended, ResumedSample(1, tuple(tokens[1]), 4, FinishReason.LENGTH))
+        answer = await read_ok(router.submit(make_request("B", n=2, resumed=both)))
+        assert (answer.samples, answer.usage) == ({}, Usage(5, 8))
+        # Its last token was received, but not that it is the last.
+        unknown = (ended, ResumedSample(1, tuple(tokens[1]), 3))
+        answer = await read_ok(router.submit(make_request("C", n=2, resumed=unknown)))
+        assert answer.samples.keys() == {1}
+        assert (answer.only.token_ids, answer.only.text) == ([], text_of(tokens[1][3:]))
+        assert answer.only.finish_reason is FinishReason.LENGTH
+        assert answer.usage == Usage(5, 8)
+        await router.until_idle()
+        assert router.value("octavo_requests_finished_total", reason="length") == 3
+
+
+async def test_a_resume_that_cannot_be_leaves_nothing_behind() -> None:
+    async with serving() as router:
+        with pytest.raises(ResumeMismatchError):
+            router.submit(make_request(resumed=(ResumedSample(0, (2,), 5),)))
+        assert router.engine.num_unfinished == 0
+        assert (await read_ok(router.submit(make_request("B")))).usage == Usage(5, 4)
+        await router.until_idle()
+
+
+async def test_a_resume_survives_its_worker_too() -> None:
+    tokens, _ = expected_output(make_request(max_tokens=30))
+    request = make_request(max_tokens=30, resumed=(ResumedSample(0, tuple(tokens[:10]), 10),))
+    async with serving() as router:
+        stream = router.submit(request)
+        first = await anext(stream)
+        router.client.kill()
+        rest = await read_ok(stream)
+    assert tokens[:10] + first.deltas[0].token_ids + rest.only.token_ids == tokens

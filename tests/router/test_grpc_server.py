@@ -98,6 +98,24 @@ async def test_the_first_response_does_not_wait_for_the_first_token(served: Serv
     call.cancel()
 
 
+async def test_initial_metadata_tell_that_a_request_is_accepted(served: Served) -> None:
+    served.engine.hold_after = 0
+    request = pb.GenerateRequest(text="Hi", output={"final_only": True})
+    call = served.inference.Generate(request)
+    assert ("octavo-accepted", "1") in tuple(await call.initial_metadata())
+    assert len(served.engine.running) == 1
+    call.cancel()
+    served.engine.refusal = OverloadedError("full")
+    refused = served.inference.Generate(request)
+    assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "octavo-accepted" not in dict(await refused.initial_metadata())
+
+
+async def test_the_prefix_cache_can_be_flushed(served: Served) -> None:
+    admin = admin_pb2_grpc.AdminServiceStub(served.channel)
+    assert (await admin.FlushPrefixCache(admin_pb2.FlushPrefixCacheRequest())).block_count == 5
+
+
 async def test_the_other_calls(served: Served) -> None:
     assert (await served.inference.Tokenize(pb.TokenizeRequest(text="Hi"))).token_ids == [72, 105]
     assert (await served.inference.Detokenize(pb.DetokenizeRequest(token_ids=[72, 105]))).text == "Hi"

@@ -167,6 +167,15 @@ async def test_completion_stream(local: Served) -> None:
     ]
 
 
+async def test_unicode_line_ends_do_not_cut_events(local: Served) -> None:
+    local.engine.text = "a\u2028\u2029\x85b"
+    response = await local.http.post("/v1/completions", json={"prompt": "Hi", "stream": True})
+    # str.splitlines ends lines at those characters, and so do clients that read lines with it.
+    events = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    chunks = [json.loads(event) for event in events if event != "[DONE]"]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == local.engine.text
+
+
 async def test_chat_stream_with_usage(local: Served) -> None:
     local.engine.text = "Hü"
     *chunks, usage, done = await local.events("/v1/chat/completions", **CHAT, stream_options={"include_usage": True})
@@ -305,11 +314,21 @@ async def test_null_is_absent(local: Served) -> None:
         ({"prompt": "x", "logprobs": -1}, "logprobs", "logprobs is -1"),
         ({"prompt": "x", "seed": 2**64}, "seed", "seed is 18446744073709551616"),
         ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", "not offered"),
-        ({"prompt": "x", "best_of": 2}, "best_of", "not offered"),
+        ({"prompt": "x", "best_of": 2, "n": 3}, "best_of", "best_of is 2; it must be at least n, which is 3"),
+        ({"prompt": "x", "best_of": 129}, "best_of", "best_of is 129"),
+        ({"prompt": "x", "best_of": 3, "n": 2, "stream": True}, "best_of", "they cannot be streamed"),
         ({"prompt": "x", "presence_penalty": 1}, "presence_penalty", "not offered"),
         ({"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias", "not offered"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "not offered"),
-        ({"prompt": "x", "use_beam_search": True}, "use_beam_search", "not offered"),
+        ({"prompt": "x", "use_beam_search": True, "beam_width": 65}, "beam_width", "it must be from 1 to 64"),
+        ({"prompt": "x", "use_beam_search": True, "beam_width": 2, "n": 3}, "n", "at most beam_width, which is 2"),
+        ({"prompt": "x", "use_beam_search": True, "beam_width": 2, "best_of": 3}, "best_of", "give one of them"),
+        ({"prompt": "x", "use_beam_search": True, "temperature": 0.5}, "temperature", "0 or 1, or left out"),
+        ({"prompt": "x", "use_beam_search": True, "stop": "x"}, "stop", "together with beam search is not offered"),
+        ({"prompt": "x", "use_beam_search": True, "logprobs": 1}, "logprobs", "together with beam search"),
+        ({"prompt": "x", "use_beam_search": 1}, "use_beam_search", "it must be a valid boolean"),
+        ({"prompt": "x", "use_beam_search": True, "early_stopping": 5}, "early_stopping", 'true, false or "never"'),
+        ({"prompt": "x", "beam_width": 3}, "beam_width", "set use_beam_search to true"),
         ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format", "not offered"),
         ({"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": True}},
          "stream_options.continuous_usage_stats", "not offered"),
@@ -366,6 +385,8 @@ async def test_refused_chats(local: Served, body: dict[str, Any], param: str, me
         {**CHAT, "tool_choice": "none", "tools": [], "parallel_tool_calls": False, "response_format": {"type": "text"}},
         {**CHAT, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": {}},
         {**CHAT, "user": "u", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "cache_salt": "s"},
+        {**CHAT, "best_of": 3, "n": 2, "length_penalty": 1, "use_beam_search": False},
+        {**CHAT, "use_beam_search": True, "n": 2, "temperature": 0, "top_p": 1, "top_k": -1, "stream": False},
         {**CHAT, "top_k": 10**10, "top_p": 1e-9, "min_p": 1.0, "n": 1, "best_of": 1, "temperature": 1e-12},
         {"messages": [
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},

@@ -19,12 +19,13 @@ from octavo.errors import (
     InvalidRequestError,
     ModelNotFoundError,
     OverloadedError,
+    ResumeMismatchError,
     UnsupportedError,
 )
 from octavo.v1 import inference_pb2 as pb
 from octavo_router import validation
 from octavo_router.chat_template import ChatTemplate
-from octavo_router.request import FinishReason
+from octavo_router.request import Beams, EarlyStopping, FinishReason, ResumedSample, Sampling
 from tests.router.fake_engine import EOS, FakeEngine, LineTemplate, make_inference
 
 
@@ -33,6 +34,12 @@ def request_of(**fields: Any) -> pb.GenerateRequest:
     if not {"text", "token_ids", "chat"} & fields.keys():
         fields["text"] = "Hi"
     return json_format.ParseDict(fields, pb.GenerateRequest())
+
+
+def beams(width: int, **fields: Any) -> dict[str, Any]:
+    """Sampling fields with a beam search; lengthPenalty is the search's, the others are the sampling's."""
+    search = {"beamWidth": width} | {name: fields.pop(name) for name in ("lengthPenalty",) if name in fields}
+    return {"sampling": {"beamSearch": search} | fields}
 
 
 async def responses_of(engine: FakeEngine, request: pb.GenerateRequest, **keywords: Any) -> list[pb.GenerateResponse]:
@@ -101,6 +108,7 @@ async def test_zero_temperature_and_neutral_values_are_values() -> None:
         cacheSalt="salt", tenant="someone", model="tiny-alias",
     )  # fmt: skip
     await responses_of(engine, request)
+    assert engine.requests[0].cache_salt == "salt"
     sampling = engine.requests[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (0, 0, 2**64 - 1)
 
@@ -120,6 +128,17 @@ async def test_zero_temperature_and_neutral_values_are_values() -> None:
         ({"sampling": {"n": 0}}, "sampling.n", "n is 0; it must be from 1 to 128"),
         ({"sampling": {"n": 129}}, "sampling.n", "n is 129"),
         ({"sampling": {"n": 3, "bestOf": 2}}, "sampling.best_of", "best_of is 2; it must be at least n, which is 3"),
+        ({"sampling": {"bestOf": 129}}, "sampling.best_of", "best_of is 129; it must be at least n, which is 1"),
+        (beams(0), "sampling.beam_search.beam_width", "beam_width is 0; it must be from 1 to 64"),
+        (beams(65), "sampling.beam_search.beam_width", "beam_width is 65"),
+        (beams(2, n=3), "sampling.n", "n is 3; it must be at most beam_width, which is 2, with beam search"),
+        (beams(2, lengthPenalty=6), "sampling.beam_search.length_penalty", "length_penalty is 6; it must be from -5"),
+        (beams(2, lengthPenalty="NaN"), "sampling.beam_search.length_penalty", "length_penalty is nan"),
+        (beams(2, temperature=0.5), "sampling.temperature", "temperature is 0.5; it must be 0 or 1, or left out, with"),
+        (beams(2, topP=0.5), "sampling.top_p", "top_p is 0.5; it must be 1, or left out, with beam search"),
+        (beams(2, topK=5), "sampling.top_k", "top_k is 5; it must be 0 or -1, or left out, with beam search"),
+        (beams(2, minP=0.5), "sampling.min_p", "min_p is 0.5; it must be 0, or left out, with beam search"),
+        (beams(2, bestOf=2), "sampling.best_of", "best_of is 2; it must be left out: n of the beams come back"),
         ({"stop": {"maxTokens": 0}}, "stop.max_tokens", "max_tokens is 0; it must be at least 1"),
         ({"stop": {"maxTokens": 4, "minTokens": 5}}, "stop.min_tokens", "min_tokens is 5; it must be at most"),
         ({"stop": {"stop": ["x", ""]}}, "stop.stop", "empty string"),
@@ -151,6 +170,17 @@ def json_format_names(fields: dict[str, Any]) -> dict[str, Any]:
     return {
         {"tokenIds": "token_ids", "requestId": "request_id"}.get(name, name): value for name, value in fields.items()
     }
+
+
+async def test_best_of_and_beams_reach_the_engine() -> None:
+    engine = FakeEngine()
+    await responses_of(engine, request_of(sampling={"n": 2, "bestOf": 5, "temperature": 1}))
+    assert (engine.requests[0].sampling.n, engine.requests[0].sampling.best_of) == (2, 5)
+    await responses_of(engine, request_of(**beams(4, n=2, seed=3, temperature=1, topK=-1, topP=1, minP=0)))
+    assert engine.requests[1].sampling == Sampling(temperature=0, seed=3, n=2, best_of=2, beams=Beams(4))
+    search = {"beamWidth": 3, "lengthPenalty": 0.5, "earlyStopping": "BEAM_EARLY_STOPPING_NEVER"}
+    await responses_of(engine, request_of(sampling={"beamSearch": search}))
+    assert engine.requests[2].sampling.beams == Beams(3, 0.5, EarlyStopping.NEVER)
 
 
 async def test_without_room_no_prompt_is_read() -> None:
@@ -192,12 +222,11 @@ async def test_more_token_ids_than_are_decoded_at_once() -> None:
         ({"sampling": {"logitBias": {"5": 1}}}, "sampling.logit_bias"),
         ({"sampling": {"allowedTokenIds": [5]}}, "sampling.allowed_token_ids"),
         ({"sampling": {"badWords": ["x"]}}, "sampling.bad_words"),
-        ({"sampling": {"beamSearch": {"beamWidth": 2}}}, "sampling.beam_search"),
         ({"sampling": {"grammar": {"regex": "a"}}}, "sampling.grammar"),
-        ({"sampling": {"n": 1, "bestOf": 2}}, "sampling.best_of"),
         ({"output": {"promptLogprobs": 0}}, "output.prompt_logprobs"),
         ({"output": {"echo": True, "logprobs": 0}}, "output.echo"),
-        ({"resume": {}}, "resume"),
+        ({"sampling": {"beamSearch": {"beamWidth": 2}}, "stop": {"stop": ["x"]}}, "stop.stop"),
+        ({"sampling": {"beamSearch": {"beamWidth": 2}}, "output": {"logprobs": 0}}, "output.logprobs"),
         ({"adapter": "a"}, "adapter"),
         ({"chat": {"messages": [{"role": "user"}], "tools": [{"name": "f"}]}}, "chat.tools"),
         ({"chat": {"messages": [{"role": "user"}], "chatTemplate": "x"}}, "chat.chat_template"),
@@ -279,6 +308,98 @@ async def test_echo_repeats_the_prompt_in_each_sample() -> None:
     request.output.final_only = True
     (response,) = await responses_of(FakeEngine("be"), request)
     assert [delta.text for delta in response.deltas] == ["To be", "To be"]
+
+
+def resumed(samples: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+    """A request of text "Hi" for two samples that goes on behind what is held of them."""
+    held = {"promptTokenIds": [72, 105], "seed": "7", "modelDigest": "sha256:0123456789abcdef", "samples": samples}
+    return {"text": "Hi", "sampling": {"n": 2}, "resume": held | fields}
+
+
+async def test_a_resume_goes_to_the_engine_with_its_seed() -> None:
+    engine = FakeEngine()
+    held = [
+        {"sampleIndex": 1, "tokenIds": [80, 97], "textByteCount": 2, "cumulativeLogprob": -0.5},
+        {"sampleIndex": 0, "tokenIds": [80, 256], "textByteCount": 1, "finishReason": "FINISH_REASON_STOP"},
+    ]
+    first, *_ = await responses_of(engine, request_of(**resumed(held)))
+    assert first.prompt.seed == 7
+    assert engine.requests[0].sampling.seed == 7
+    assert engine.requests[0].resumed == (
+        ResumedSample(0, (80, 256), 1, FinishReason.STOP),
+        ResumedSample(1, (80, 97), 2, None, -0.5),
+    )
+    await responses_of(engine, request_of(**resumed([{"sampleIndex": 1}])))
+    assert engine.requests[1].resumed == ()
+
+
+@pytest.mark.parametrize("sampling", [{"n": 2, "bestOf": 3}, {"n": 2, "beamSearch": {"beamWidth": 3}}])
+async def test_what_comes_at_the_end_starts_over(sampling: dict[str, Any]) -> None:
+    engine = FakeEngine()
+    request = resumed([{"tokenIds": [80], "textByteCount": 1}]) | {"sampling": sampling}
+    await responses_of(engine, request_of(**request))
+    assert engine.requests[0].resumed == ()
+    assert engine.requests[0].sampling.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (resumed([], modelDigest="sha256:other"), "was begun by model sha256:other, and sha256:0123456789abcdef is"),
+        (resumed([], modelDigest=""), "was begun by model (none named)"),
+        (resumed([]) | {"sampling": {"n": 2, "seed": "8"}}, "was begun with seed 7 and the request's is 8"),
+        (resumed([], promptTokenIds=[]), "has no prompt_token_ids"),
+        (resumed([], promptTokenIds=[72, 106]), "they differ from token 1, counted from 0"),
+        (
+            resumed([], promptTokenIds=[72, 105, 1]),
+            "a prompt of 3 tokens and the request's has 2; they differ from token 2",
+        ),
+        (resumed([{"sampleIndex": 2, "tokenIds": [1]}]), "names sample 2 and n is 2"),
+        (resumed([{"tokenIds": [1]}, {"tokenIds": [1]}]), "names sample 0 twice"),
+        (resumed([{"tokenIds": [1, 300]}]), "holds token 300 of sample 0; token ids of this model are from 0 to 299"),
+        (
+            resumed([{"tokenIds": [1] * 5}]) | {"stop": {"maxTokens": 4}},
+            "holds 5 tokens of sample 0 and max_tokens is 4",
+        ),
+        (resumed([{"textByteCount": 3}]), "holds 3 bytes of text and no tokens of sample 0"),
+        (resumed([{"tokenIds": [1], "finishReason": "FINISH_REASON_ERROR"}]), "finish_reason 4 of sample 0"),
+    ],
+)
+async def test_a_resume_that_does_not_match_is_refused(fields: dict[str, Any], message: str) -> None:
+    engine = FakeEngine()
+    with pytest.raises(ResumeMismatchError) as caught:
+        await responses_of(engine, request_of(**fields))
+    assert message in caught.value.message
+    assert not engine.requests
+
+
+async def test_an_echoed_prompt_counts_as_text_that_is_held() -> None:
+    engine = FakeEngine("be")
+    held = [
+        {"sampleIndex": 0, "tokenIds": [98], "textByteCount": 4},
+        {"sampleIndex": 1, "textByteCount": 2},
+    ]
+    fields = resumed(held, promptTokenIds=list("é ".encode())) | {"text": "é ", "output": {"echo": True}}
+    first, *_ = await responses_of(engine, request_of(**fields))
+    assert [(delta.sample_index, delta.text) for delta in first.deltas] == [(1, " ")]
+    assert engine.requests[0].resumed == (ResumedSample(0, (98,), 1),)
+    held[1]["textByteCount"] = 1
+    with pytest.raises(ResumeMismatchError, match="within a character of the prompt"):
+        await responses_of(engine, request_of(**fields))
+
+
+async def test_whoever_waits_for_one_response_is_told_when_the_request_is_accepted() -> None:
+    engine = FakeEngine()
+    told: list[int] = []
+
+    async def tell() -> None:
+        told.append(len(engine.requests))
+
+    await responses_of(engine, request_of(output={"finalOnly": True}), on_accepted=tell)
+    assert told == [1]
+    with pytest.raises(InvalidRequestError):
+        await responses_of(engine, request_of(sampling={"n": 0}), on_accepted=tell)
+    assert told == [1]
 
 
 async def test_an_unknown_model_is_named_with_those_served() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from octavo_router.counts import Counts
 from octavo_router.metrics import Gauges, Metrics
 
 
@@ -11,21 +12,60 @@ def test_every_counter_is_there_before_anything_happened() -> None:
         assert f'octavo_requests_finished_total{{reason="{reason}"}} 0.0' in text
     for reason in ("overloaded", "unavailable", "too_long"):
         assert f'octavo_requests_refused_total{{reason="{reason}"}} 0.0' in text
-    for name in ("prompt_tokens", "generation_tokens", "sessions_lost", "preemptions", "worker_idle_seconds"):
+    for name in ("prompt_tokens", "generation_tokens", "sessions_lost", "worker_idle_seconds", "prefix_cache_queries"):
         assert f"\noctavo_{name}_total 0.0" in text
+    for kind in ("swap", "recompute"):
+        assert f'octavo_preemptions_total{{kind="{kind}"}} 0.0' in text
     assert "octavo_kv_usage_ratio 0.0" in text
 
 
 def test_gauges_are_read_at_scrape_time() -> None:
     metrics = Metrics()
-    gauges = Gauges(num_waiting=3, num_running=2, num_used_blocks=5, num_blocks=20, num_preemptions=7)
+    gauges = Gauges(
+        num_waiting=3,
+        num_running=2,
+        num_used_blocks=5,
+        num_cached_blocks=4,
+        num_blocks=20,
+        num_host_blocks=30,
+        num_used_host_blocks=6,
+        num_cached_host_blocks=8,
+        counts=Counts(
+            num_prefix_query_tokens=100,
+            num_prefix_hit_tokens=60,
+            num_prefix_hit_host_tokens=20,
+            num_evictions=9,
+            num_demotions=3,
+            num_swapped_out_blocks=12,
+            num_swapped_in_blocks=11,
+            num_copied_blocks=2,
+            num_recompute_preemptions=7,
+            num_swap_preemptions=1,
+        ),
+    )
     metrics.watch(lambda: gauges)
     text = metrics.render().decode()
     assert "octavo_sequences_waiting 3.0" in text
     assert 'octavo_kv_blocks_used{tier="device"} 5.0' in text
     assert 'octavo_kv_blocks_total{tier="device"} 20.0' in text
     assert "octavo_kv_usage_ratio 0.25" in text
-    assert "octavo_preemptions_total 7.0" in text
+    for line in (
+        'octavo_kv_blocks_cached{tier="device"} 4.0',
+        'octavo_kv_blocks_total{tier="host"} 30.0',
+        'octavo_kv_blocks_used{tier="host"} 6.0',
+        'octavo_kv_blocks_cached{tier="host"} 8.0',
+        "octavo_prefix_cache_queries_total 100.0",
+        'octavo_prefix_cache_hits_total{tier="device"} 40.0',
+        'octavo_prefix_cache_hits_total{tier="host"} 20.0',
+        "octavo_prefix_cache_evictions_total 9.0",
+        "octavo_prefix_cache_demotions_total 3.0",
+        'octavo_kv_blocks_swapped_total{direction="out"} 12.0',
+        'octavo_kv_blocks_swapped_total{direction="in"} 11.0',
+        "octavo_kv_blocks_copied_total 2.0",
+        'octavo_preemptions_total{kind="recompute"} 7.0',
+        'octavo_preemptions_total{kind="swap"} 1.0',
+    ):
+        assert f"\n{line}\n" in text, line
     gauges = Gauges()
     assert "octavo_sequences_waiting 0.0" in metrics.render().decode()
 

@@ -6,9 +6,11 @@ import json
 from typing import Any
 
 import pytest
+from google.protobuf import json_format
 
 from octavo.errors import InvalidRequestError, UnsupportedError
 from octavo.v1 import inference_pb2 as pb
+from octavo.v1 import sampling_pb2
 from octavo_router.openai_requests import chat_request, completion_requests, param_of, tokenize_request
 from octavo_router.openai_schema import (
     ChatCompletionBody,
@@ -165,7 +167,7 @@ def test_each_field_that_is_not_offered_says_so(body: type[Any]) -> None:
 
 def test_a_neutral_number_is_no_boolean() -> None:
     with pytest.raises(UnsupportedError):
-        completion(use_beam_search=0)
+        completion(return_token_ids=0)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +189,38 @@ def test_what_is_wrong_is_named(data: bytes, message: str, field: str) -> None:
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("fields", "beams"),
+    [
+        ({"n": 3}, {"beam_width": 3}),
+        ({"n": 2, "best_of": 4}, {"beam_width": 4}),
+        ({"beam_width": 5, "length_penalty": 0, "early_stopping": "never"},
+         {"beam_width": 5, "length_penalty": 0, "early_stopping": "BEAM_EARLY_STOPPING_NEVER"}),
+        ({"beam_width": 5, "best_of": 5, "early_stopping": True, "stream": True},
+         {"beam_width": 5, "early_stopping": "BEAM_EARLY_STOPPING_TRUE"}),
+        ({"early_stopping": False}, {"beam_width": 1, "early_stopping": "BEAM_EARLY_STOPPING_FALSE"}),
+    ],
+)  # fmt: skip
+def test_beams_are_asked_for_as_in_vllm(fields: dict[str, Any], beams: dict[str, Any]) -> None:
+    for request in (completion(use_beam_search=True, **fields), chat(use_beam_search=True, **fields)):
+        assert request.sampling.beam_search == json_format.ParseDict(beams, sampling_pb2.BeamSearch())
+        assert request.sampling.n == fields.get("n", 0)
+        assert not request.sampling.HasField("best_of")
+
+
+def test_without_beams_their_parameters_must_be_neutral() -> None:
+    neutral = completion(use_beam_search=False, length_penalty=1.0, early_stopping=False, beam_width=None)
+    assert not neutral.sampling.HasField("beam_search")
+    for name, value in (("beam_width", 4), ("length_penalty", 2), ("early_stopping", "never")):
+        with pytest.raises(InvalidRequestError, match=f"{name} is given without use_beam_search") as caught:
+            completion(**{name: value})
+        assert caught.value.field == name
+
+
 def test_names_of_the_contract_become_those_of_openai() -> None:
     for field, param in {
         "sampling.temperature": "temperature",
+        "sampling.beam_search.beam_width": "beam_width",
         "stop.stop": "stop",
         "stop": "stop",
         "stop.include_stop_in_text": "include_stop_str_in_output",

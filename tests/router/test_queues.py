@@ -56,6 +56,38 @@ def test_leaving_from_the_middle_leaves_nothing_behind() -> None:
     assert drained(queue) == sorted(member.sequence_id for member in members[990:])
 
 
+def test_others_pass_who_is_parked_until_it_is_woken() -> None:
+    queue = WaitingQueue()
+    members = [sequences(arrival)[0] for arrival in range(4)]
+    for member in members:
+        queue.add(member)
+    queue.park(members[0], b"hash")
+    queue.park(members[1], 7)
+    assert (queue.first, len(queue), queue.num_parked) == (members[2], 4, 2)
+    queue.wake(b"another")
+    assert queue.first is members[2]
+    queue.wake(b"hash")
+    assert (queue.first, queue.num_parked) == (members[0], 1)
+    queue.remove(members[1])
+    assert queue.num_parked == 0
+    queue.wake(7)
+    assert drained(queue) == [0, 20, 30]
+
+
+def test_everyone_can_be_woken_and_who_is_parked_is_no_husk() -> None:
+    queue = WaitingQueue()
+    members = [sequences(arrival)[0] for arrival in range(100)]
+    for member in members:
+        queue.add(member)
+    for member in members[:10]:
+        queue.park(member, member.sequence_id)
+    for member in members[20:]:
+        queue.remove(member)
+    assert queue.first is members[10]
+    queue.wake_all()
+    assert drained(queue) == [member.sequence_id for member in members[:20]]
+
+
 def test_running_is_in_order() -> None:
     queue = RunningQueue()
     members = [sequences(arrival)[0] for arrival in range(50)]

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.errors import ContextLengthError
+from octavo.errors import ContextLengthError, InvalidRequestError
 from octavo_router.plan import StepResult
-from octavo_router.request import FinishReason
-from octavo_router.results import ProtocolError, RequestFailed, TokenSampled
+from octavo_router.request import Beams, FinishReason, Request, ResumedSample
+from octavo_router.results import BeamsFinished, ProtocolError, RequestFailed, TokenSampled
 from octavo_router.scheduler import Scheduler
 from octavo_router.sequence import SequenceStatus
-from tests.router.fake_worker import POISON, expected_output
+from tests.router.fake_worker import POISON, expected_hypotheses, expected_output
 from tests.router.harness import EOS, Harness, make_limits, make_request, seed_that_stops_after
 
 Golden = Callable[[str, str], None]
@@ -391,11 +391,15 @@ REQUESTS = st.lists(
             "max_tokens": st.integers(1, 24),
             "seed": st.integers(0, 1000),
             "n": st.sampled_from([1, 1, 1, 2, 3]),
+            "best_of": st.sampled_from([1, 1, 4]),
+            "beam_width": st.sampled_from([0, 0, 0, 1, 3]),
+            "num_held": st.sampled_from([0, 0, 0, 2, 30]),
             "priority": st.sampled_from([0, 0, 0, 1, -1]),
             "min_tokens": st.sampled_from([0, 0, 3]),
             "ignore_eos": st.booleans(),
             "logprobs": st.sampled_from([None, None, 0, 2]),
-            "first_token": st.sampled_from([2, 2, 2, 2, 3, 4, 5, POISON]),
+            "first_token": st.sampled_from([2, 2, 2, 2, 2, 2, 3, 4, POISON]),
+            "cache_salt": st.sampled_from(["", "", "", None]),
         }
     ),
     min_size=1,
@@ -409,8 +413,23 @@ LIMITS = st.fixed_dictionaries(
         "max_num_tokens": st.integers(1, 40),
         "max_plans_in_flight": st.integers(1, 4),
         "enable_chunked_prefill": st.sampled_from([True, True, False]),
+        "enable_prefix_caching": st.sampled_from([True, True, True, False]),
+        "num_host_blocks": st.sampled_from([0, 2, 10, 40]),
+        "swaps": st.booleans(),
     }
 )
+
+
+def requested(request_id: str, *, beam_width: int, num_held: int, **fields: Any) -> Request:
+    """A request for samples, of which the first may be resumed, or for beams. One that fails is not resumed: it might
+    end on arrival, before it can."""
+    if beam_width:
+        fields.update(n=min(fields["n"], beam_width), best_of=1)
+        return make_request(request_id, beams=Beams(beam_width), **fields)
+    if num_held == 0 or fields["first_token"] == POISON:
+        return make_request(request_id, **fields)
+    tokens = tuple(expected_output(make_request(request_id, **fields))[0][:num_held])
+    return make_request(request_id, resumed=(ResumedSample(0, tokens, text_byte_count=0),), **fields)
 
 
 @given(LIMITS, REQUESTS, st.integers(0, 2**32))
@@ -418,11 +437,11 @@ LIMITS = st.fixed_dictionaries(
 def test_every_request_ends_once_with_its_own_tokens(
     limits: dict[str, Any], requests: list[dict[str, Any]], seed: int
 ) -> None:
-    """Random arrivals, departures, lost sessions and small pools: invariants hold after every call (by the harness),
-    the fake worker finds no fault, every request ends exactly once, with the tokens of a run on its own."""
+    """Random arrivals, departures, lost sessions, flushes and small pools: invariants hold after every call (by the
+    harness), the fake worker finds no fault, every request ends exactly once, with the tokens of a run on its own."""
     rng = random.Random(seed)
     harness = Harness(make_limits(**limits))
-    to_come = [make_request(f"R{index}", **request) for index, request in enumerate(requests)]
+    to_come = [requested(f"R{index}", **request) for index, request in enumerate(requests)]
     accepted = []
     cancelled: set[str] = set()
     for _ in range(200):
@@ -432,7 +451,7 @@ def test_every_request_ends_once_with_its_own_tokens(
             try:
                 harness.add(request)
                 accepted.append(request)
-            except ContextLengthError:
+            except InvalidRequestError:
                 assert request.request_id not in harness.groups
         elif accepted and action < 0.17:
             request = rng.choice(accepted)
@@ -442,6 +461,9 @@ def test_every_request_ends_once_with_its_own_tokens(
         elif action < 0.18:
             harness.disconnect()
             harness.connect()
+        elif action < 0.185:
+            harness.scheduler.flush_prefix_cache()
+            harness.check()
         elif action < 0.6:
             harness.send()
         elif harness.in_flight:
@@ -450,25 +472,39 @@ def test_every_request_ends_once_with_its_own_tokens(
 
     scheduler = harness.scheduler
     assert (scheduler.num_requests, harness.num_used, harness.worker.num_used) == (0, 0, 0)
+    assert scheduler.blocks.host.num_used == 0
     assert not harness.worker.sequences
     failed = [event.group.request.request_id for event in harness.events if isinstance(event, RequestFailed)]
+    found = [event.group.request.request_id for event in harness.events if isinstance(event, BeamsFinished)]
     ends = [event.sequence.sequence_id for event in token_events(harness) if event.finish_reason]
-    assert len(set(failed)) == len(failed)
-    assert len(set(ends)) == len(ends)
+    for once in (failed, found, ends):
+        assert len(set(once)) == len(once)
     for request in accepted:
-        poisoned = POISON in request.prompt_token_ids
-        for index, sequence in enumerate(harness.groups[request.request_id].sequences):
-            tokens, reason = expected_output(request, index)
-            delivered = [event for event in token_events(harness) if event.sequence is sequence]
-            assert [event.token_id for event in delivered] == sequence.output_token_ids
-            if request.request_id in cancelled or poisoned:
-                assert sequence.output_token_ids == tokens[: len(sequence.output_token_ids)]
-            else:
-                assert sequence.output_token_ids == tokens
-                assert delivered[-1].finish_reason is reason
-            if len({other.priority for other in accepted}) == 1:
-                assert sequence.num_preemptions <= math.log2(limits["num_blocks"]) + 2
-        assert (request.request_id in failed) == (poisoned and request.request_id not in cancelled)
+        is_cut_off = request.request_id in cancelled or POISON in request.prompt_token_ids
+        assert (request.request_id in failed) == (is_cut_off and request.request_id not in cancelled)
+        if request.sampling.beams is None:
+            check_samples(harness, request, is_cut_off)
+        elif is_cut_off:
+            assert request.request_id not in found
+        else:
+            assert harness.hypotheses(request.request_id) == expected_hypotheses(request)
+        if len({other.priority for other in accepted}) == 1:
+            most = max(sequence.num_preemptions for sequence in harness.groups[request.request_id].sequences)
+            assert most <= math.log2(limits["num_blocks"]) + 2
+
+
+def check_samples(harness: Harness, request: Request, is_cut_off: bool) -> None:
+    """Each sample has the tokens of a run on its own, and what was not held of it was delivered once."""
+    for index, sequence in enumerate(harness.groups[request.request_id].sequences):
+        tokens, reason = expected_output(request, index)
+        held = [token_id for sample in request.resumed if sample.sample_index == index for token_id in sample.token_ids]
+        delivered = [event for event in token_events(harness) if event.sequence is sequence]
+        assert held + [event.token_id for event in delivered] == sequence.output_token_ids
+        if is_cut_off:
+            assert sequence.output_token_ids == tokens[: len(sequence.output_token_ids)]
+        else:
+            assert sequence.output_token_ids == tokens
+            assert [event.finish_reason for event in delivered[-1:]] == [reason] * (len(held) < len(tokens))
 
 
 def token_events(harness: Harness) -> list[TokenSampled]:

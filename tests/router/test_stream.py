@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from typing import Any
 
 import pytest
 
 from octavo.errors import GenerationError
-from octavo_router.request import FinishReason, Usage
+from octavo_router.beam_search import Hypothesis
+from octavo_router.request import Beams, FinishReason, TokenLogprobs, Usage
 from octavo_router.results import TokenSampled
 from octavo_router.sequence import SequenceGroup
-from octavo_router.stream import Delivery, RequestStream, samples_of
+from octavo_router.stream import Delivery, RequestStream
 from tests.router.fake_client import letter_tokenizer
+from tests.router.fake_worker import EOS_TOKEN_ID
 from tests.router.harness import EOS, make_request
 
 C, D, E = 2, 3, 4
 
 
-def make_delivery(n: int = 1) -> Delivery:
-    request = make_request(num_prompt=7, max_tokens=10, n=n)
+def make_delivery(n: int = 1, **fields: Any) -> Delivery:
+    request = make_request(num_prompt=7, max_tokens=10, n=n, **fields)
     group = SequenceGroup(request, arrival=1, first_sequence_id=1, eos_token_ids=EOS, now=0.0)
-    return Delivery(group, samples_of(request, letter_tokenizer()))
+    return Delivery(group, letter_tokenizer())
 
 
-def give(delivery: Delivery, token_id: int, index: int = 0, reason: FinishReason | None = None) -> None:
+def give(
+    delivery: Delivery,
+    token_id: int,
+    index: int = 0,
+    reason: FinishReason | None = None,
+    logprob: float | None = None,
+) -> None:
     sequence = delivery.group.sequences[index]
     sequence.output_token_ids.append(token_id)
-    delivery.add(TokenSampled(sequence, token_id, finish_reason=reason), 0.0)
+    logprobs = None if logprob is None else TokenLogprobs(token_id, logprob)
+    delivery.add(TokenSampled(sequence, token_id, logprobs, reason), 0.0)
 
 
 async def test_deltas_are_joined_until_they_are_read() -> None:
@@ -46,9 +56,9 @@ async def test_deltas_are_joined_until_they_are_read() -> None:
 
 
 def test_samples_share_what_is_made_of_their_stop_strings() -> None:
-    samples = samples_of(make_request(n=3, stop=("never", "ever")), letter_tokenizer())
-    assert len({id(sample.text._plain._goto) for sample in samples if sample.text._plain}) == 1
-    assert len({id(sample.text) for sample in samples}) == 3
+    texts = [sample._text for sample in make_delivery(n=3, stop=("never", "ever")).samples]
+    assert len({id(text._plain._goto) for text in texts if text._plain}) == 1
+    assert len({id(text) for text in texts}) == 3
 
 
 async def test_an_update_has_a_delta_for_each_sample_that_gained_something() -> None:
@@ -81,6 +91,67 @@ async def test_a_reader_is_woken() -> None:
     assert not waiting.done()
     give(delivery, C)
     assert (await waiting).deltas[0].token_ids == [C]
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+async def test_the_best_samples_come_in_one_update_when_all_have_ended(logprobs: int | None) -> None:
+    delivery = make_delivery(n=2, best_of=4, logprobs=logprobs)
+    stream = RequestStream(delivery, lambda delivery: None)
+    reading = asyncio.ensure_future(anext(stream))
+    # In the mean -2, -0.5, -0.75 and -0.5: the sum would choose otherwise, and of equal ones the first goes first.
+    for index, logprob_of_each in enumerate(([-2.0], [-0.5, -0.5], [-0.75], [-0.25, -0.75])):
+        for position, logprob in enumerate(logprob_of_each):
+            last = position == len(logprob_of_each) - 1
+            give(delivery, C + index, index, FinishReason.LENGTH if last else None, logprob)
+        await asyncio.sleep(0)
+        assert not reading.done()
+    delivery.end()
+    update = await reading
+    assert [(delta.sample_index, delta.text, delta.token_ids) for delta in update.deltas] == [
+        (0, "DD", [3, 3]),
+        (1, "FF", [5, 5]),
+    ]
+    assert [delta.cumulative_logprob for delta in update.deltas] == [-1.0, -1.0]
+    assert [len(delta.logprobs) for delta in update.deltas] == ([0, 0] if logprobs is None else [2, 2])
+    assert update.usage == Usage(prompt_tokens=7, completion_tokens=6)
+    assert [update async for update in stream] == []
+
+
+async def test_of_samples_to_choose_from_nothing_comes_before_an_error() -> None:
+    delivery = make_delivery(best_of=2)
+    stream = RequestStream(delivery, lambda delivery: None)
+    give(delivery, C, logprob=-1.0)
+    delivery.fail(GenerationError("it failed"))
+    with pytest.raises(GenerationError):
+        await anext(stream)
+
+
+async def test_beams_come_in_one_update() -> None:
+    delivery = make_delivery(n=2, beams=Beams(3), ignore_eos=False)
+    stream = RequestStream(delivery, lambda delivery: None)
+    delivery.add_beams(
+        [
+            Hypothesis((C, D, EOS_TOKEN_ID), -1.5, -0.5, FinishReason.STOP),
+            Hypothesis((E, D, C, C), -4.0, -1.0, FinishReason.LENGTH),
+            Hypothesis((E, E), -8.0, -4.0, FinishReason.LENGTH),
+        ]
+    )
+    delivery.end()
+    update = await anext(stream)
+    first, second = update.deltas
+    assert (first.text, first.token_ids, first.cumulative_logprob) == ("CD", [C, D, EOS_TOKEN_ID], -1.5)
+    assert (first.finish_reason, first.matched) == (FinishReason.STOP, EOS_TOKEN_ID)
+    assert (second.sample_index, second.text, second.cumulative_logprob) == (1, "EDCC", -4.0)
+    assert (second.finish_reason, second.matched) == (FinishReason.LENGTH, None)
+    assert update.usage == Usage(prompt_tokens=7, completion_tokens=7)
+
+
+async def test_usage_tells_what_was_cached() -> None:
+    delivery = make_delivery()
+    delivery.group.num_cached_tokens = 4
+    give(delivery, C, reason=FinishReason.LENGTH)
+    delivery.end()
+    assert (await anext(RequestStream(delivery, lambda delivery: None))).usage == Usage(7, 1, 4)
 
 
 async def test_a_lost_reader_cancels_and_a_finished_one_does_not() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 from collections.abc import AsyncGenerator
@@ -14,7 +15,7 @@ import pytest
 from octavo.config import RouterConfig
 from octavo_router.engine import Engine
 from octavo_router.metrics import Metrics
-from octavo_router.plan import NewSequence, SequenceParams, StepPlan, StepResult
+from octavo_router.plan import BlockMoves, NewSequence, SequenceParams, StepPlan, StepResult
 from octavo_router.request import Sampling, Usage
 from octavo_router.worker_client import (
     GrpcWorkerClient,
@@ -25,7 +26,7 @@ from octavo_router.worker_client import (
     wait_for_worker,
 )
 from tests.router.fake_client import description, letter_tokenizer
-from tests.router.fake_worker import expected_output, next_token
+from tests.router.fake_worker import expected_output, next_candidates, next_token
 from tests.router.fake_worker_service import FakeWorkerService
 from tests.router.harness import make_request
 from tests.router.test_engine import read_ok, until
@@ -40,6 +41,7 @@ PARAMS = SequenceParams(
     top_logprob_count=2,
     suppressed_token_ids=(1,),
     min_token_count=4,
+    candidate_count=0,
 )
 
 
@@ -110,6 +112,7 @@ async def test_a_plan_and_its_result_survive_the_wire(address: str) -> None:
             async with aclosing(session.messages()) as messages:
                 assert await anext(messages) == Progress(1, busy=False)
                 result = await anext(messages)
+            await until(lambda: len(server.requests) == 3)
         token_id = next_token(list(range(10)), PARAMS.seed, (1,))
         assert isinstance(result, StepResult)
         assert (result.epoch, result.step_seq, result.sequence_ids, result.token_ids) == (1, 1, [9], [token_id])
@@ -122,6 +125,48 @@ async def test_a_plan_and_its_result_survive_the_wire(address: str) -> None:
         assert (opening.epoch, opening.incarnation, opening.step_seq) == (1, 77, 1)
         assert opening.open.router_name == "router-0"
         assert (sent.step_seq, renewal.step_seq, renewal.WhichOneof("body")) == (1, 2, "renew")
+
+
+async def test_moves_forks_and_candidates_survive_the_wire(address: str) -> None:
+    params = dataclasses.replace(PARAMS, candidate_count=3, return_logprobs=False)
+    prompt = [5, 6, 7, 8, 9, 10]
+    async with serving(address) as server, connected(address) as client:
+        server.described.kv_memory.host_block_count = 4
+        async with client.open_session(epoch=1, incarnation=77, router_name="router-0") as session:
+            first = prefill(6)
+            first.new_sequences = [NewSequence(9, 6, prompt, params)]
+            second = StepPlan(epoch=1, step_seq=2, release_sequence_ids=[9])
+            second.moves.swap_out = BlockMoves([0, 1], [3, 2])
+            third = StepPlan(epoch=1, step_seq=3, new_sequences=[NewSequence(9, 6, prompt, params, [5, 6])])
+            third.moves.swap_in = BlockMoves([3, 2], [5, 6])
+            fourth = StepPlan(
+                epoch=1,
+                step_seq=4,
+                sequence_ids=[9, 10],
+                start_positions=[6, 6],
+                token_counts=[1, 1],
+                samples=[True, True],
+                new_block_counts=[0, 0],
+            )
+            fourth.moves.copies = BlockMoves([6], [7])
+            fourth.forks.append(9, 9, num_kept=6, token_id=20, table=[5, 6])
+            fourth.forks.append(9, 10, num_kept=6, token_id=30, table=[5, 7])
+            results = []
+            async with aclosing(session.messages()) as messages:
+                for plan in (first, second, third, fourth):
+                    await session.send(plan)
+                    while not isinstance(message := await anext(messages), StepResult):
+                        pass
+                    results.append(message)
+    assert server.worker is not None
+    assert server.worker.sequences[9].params == params
+    expected = [
+        (sequence_id, next_candidates([*prompt, *more], 3, (1,))) for sequence_id, more in ((9, [20]), (10, [30]))
+    ]
+    found = [
+        (beam.sequence_id, list(zip(beam.token_ids, beam.logprobs, strict=True))) for beam in results[3].candidates
+    ]
+    assert found == expected
 
 
 @pytest.mark.parametrize(("num_tokens", "pieces"), [(32 * 1024, [32 * 1024]), (70_000, [32_768, 32_768, 4_464])])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,19 +140,88 @@ def test_fork_shares_and_replaces(executor: Executor) -> None:
     assert [[token] for token in result.token_ids] == known
 
 
-def test_fork_of_an_unknown_parent_fails_the_child_alone(executor: Executor) -> None:
-    prefill(executor, new_sequence(1, PROMPT, [0, 1]))
+def test_bad_forks_fail_their_children_alone(executor: Executor) -> None:
+    prefill(executor, new_sequence(1, PROMPT, [0, 1]), new_sequence(2, PROMPT, [2, 3]))
     forks = pb.Forks(
-        parent_sequence_ids=[8, 1, 1], child_sequence_ids=[11, 12, 13], token_ids=[1, 1, 1], block_counts=[0, 2, 2],
-        block_ids=[0, 1, 0, 1], token_counts=[1, 10, 99],
-    )  # fmt: skip
-    scheduled = schedule((11, 1, 1, True), (12, 10, 1, True), (13, 10, 1, True))
-    result = executor.execute(pb.StepPlan(forks=forks, scheduled=scheduled))
-    assert list(result.sequence_ids) == [12]
+        parent_sequence_ids=[8, 1, 1, 1, 1, 1, 2],
+        child_sequence_ids=[11, 12, 13, 14, 15, 16, 1],
+        token_ids=[1, 1, 1, 1, 96, 1, 1],
+        block_counts=[0, 2, 2, 2, 2, 2, 1],
+        block_ids=[0, 1] * 4 + [0, 64] + [2],
+        token_counts=[1, 10, 99, 9, 10, 10, 12],
+    )
+    ids = [11, 12, 13, 14, 15, 16, 1]
+    result = executor.execute(pb.StepPlan(forks=forks, scheduled=schedule(*((item, 10, 1, True) for item in ids))))
+    assert list(result.sequence_ids) == [12]  # though its parent is replaced by a child that fails
     assert messages(result) == {
         11: "the parent sequence 8 is not known",
-        13: "99 tokens of sequence 1 are to be kept, and it has 11",
+        13: "99 tokens of sequence 1 are to be kept; it has 11, 10 of them its prompt",
+        14: "9 tokens of sequence 1 are to be kept; it has 11, 10 of them its prompt",
+        15: "token 96 is not in the vocabulary of 96",
+        16: "block 64 does not exist; the device has 64 blocks",
+        1: "12 tokens of sequence 2 are to be kept; it has 11, 10 of them its prompt",
     }
+    later = executor.execute(pb.StepPlan(forks=fork_of(1, 17), scheduled=schedule((17, 10, 1, True))))
+    assert messages(later) == {17: "the parent sequence 1 is not known"}
+    again = executor.execute(pb.StepPlan(forks=fork_of(1, 1), scheduled=schedule((1, 10, 1, True))))
+    assert not again.errors  # told before, and not released yet
+    assert not again.sequence_ids
+
+
+def fork_of(parent: int, child: int, token: int = 1, kept: int = 10, blocks: tuple[int, ...] = (0, 1)) -> pb.Forks:
+    return pb.Forks(
+        parent_sequence_ids=[parent], child_sequence_ids=[child], token_ids=[token], block_counts=[len(blocks)],
+        block_ids=blocks, token_counts=[kept],
+    )  # fmt: skip
+
+
+def test_beam_gets_candidates_and_no_token(executor: Executor) -> None:
+    asked = {"return_logprobs": True, "top_logprob_count": 6}
+    top = prefill(executor, new_sequence(1, PROMPT, [0, 1], **asked)).logprobs
+    result = prefill(
+        executor,
+        new_sequence(2, [5, 6], [2], **asked),
+        new_sequence(3, PROMPT, [3, 4], candidate_count=6, **asked),
+        new_sequence(4, [7], [5]),
+        new_sequence(5, [7], [6], candidate_count=500),
+    )
+    assert list(result.sequence_ids) == [2, 4]
+    assert len(result.token_ids) == 2
+    assert len(result.logprobs.logprobs) == 1
+    assert [item.sequence_id for item in result.candidates] == [3, 5]
+    assert list(result.candidates[0].token_ids) == list(top.top_token_ids)
+    assert list(result.candidates[0].logprobs) == pytest.approx(list(top.top_logprobs), abs=1e-5)
+    assert sorted(result.candidates[1].token_ids) == list(range(96))
+    assert sum(math.exp(logprob) for logprob in result.candidates[1].logprobs) == pytest.approx(1, abs=1e-5)
+    assert executor.table.tokens.lengths[executor.table.rows[3]] == len(PROMPT)
+
+
+def test_beams_fork_and_drop_every_step_with_their_parents_params(executor: Executor) -> None:
+    """Two beams over own blocks, against prefills of their tokens."""
+    banned = {"suppressed_token_ids": [4, 5], "min_token_count": 2, "candidate_count": 4}
+    first = prefill(executor, new_sequence(1, PROMPT, [0, 1], **banned)).candidates[0]
+    a, b = first.token_ids[:2]
+    forks = pb.Forks(
+        parent_sequence_ids=[1, 1], child_sequence_ids=[1, 2], token_ids=[a, b], block_counts=[2, 2],
+        block_ids=[0, 1, 0, 2], token_counts=[10, 10],
+    )  # fmt: skip
+    copies = pb.BlockMoves(source_block_ids=[1], target_block_ids=[2])
+    step = schedule((1, 10, 1, True), (2, 10, 1, True))
+    second = executor.execute(pb.StepPlan(copies=copies, forks=forks, scheduled=step)).candidates
+    c, d = second[1].token_ids[:2]  # both go on behind beam 2
+    forks = pb.Forks(
+        parent_sequence_ids=[2, 2], child_sequence_ids=[1, 2], token_ids=[c, d], block_counts=[2, 2],
+        block_ids=[0, 3, 0, 2], token_counts=[11, 11],
+    )  # fmt: skip
+    copies = pb.BlockMoves(source_block_ids=[2], target_block_ids=[3])
+    step = schedule((1, 11, 1, True), (2, 11, 1, True))
+    third = executor.execute(pb.StepPlan(copies=copies, forks=forks, scheduled=step)).candidates
+    for tokens, found in (([a], second[0]), ([b], second[1]), ([b, c], third[0]), ([b, d], third[1])):
+        alone = new_sequence(9, PROMPT + tokens, [20, 21], prompt_len=len(PROMPT), **banned)
+        expected = prefill(executor, alone).candidates[0]
+        assert list(found.token_ids) == list(expected.token_ids)
+        assert list(found.logprobs) == pytest.approx(list(expected.logprobs), abs=1e-5)
+    assert not {4, 5} & {*first.token_ids, *second[0].token_ids, *second[1].token_ids}
 
 
 def test_fork_of_a_parent_that_failed_before_ends_the_child_that_it_replaces(executor: Executor) -> None:
@@ -163,7 +233,7 @@ def test_fork_of_a_parent_that_failed_before_ends_the_child_that_it_replaces(exe
     )  # fmt: skip
     result = executor.execute(pb.StepPlan(forks=forks, scheduled=schedule((2, 10, 1, True))))
     assert not result.sequence_ids
-    assert not result.errors
+    assert [error.sequence_id for error in result.errors] == [2]
     assert 2 not in executor.table.rows
 
 
@@ -248,7 +318,20 @@ def columns(**changes: Any) -> pb.StepPlan:
         (pb.StepPlan(copies=pb.BlockMoves(source_block_ids=[0, 1], target_block_ids=[2, 2])), "one target twice"),
         (pb.StepPlan(swap_out=pb.BlockMoves(source_block_ids=[0], target_block_ids=[8])), "target block 8 of 8"),
         (pb.StepPlan(swap_in=pb.BlockMoves(source_block_ids=[8], target_block_ids=[0])), "source block 8 of 8"),
-        (pb.StepPlan(forks=pb.Forks(child_sequence_ids=[1])), "do not have one length"),
+        (pb.StepPlan(forks=pb.Forks(child_sequence_ids=[1])), "forks.parent_sequence_ids has 0 entries for 1 children"),
+        (pb.StepPlan(forks=pb.Forks(block_ids=[1])), "forks.block_ids does not have as many entries"),
+        (
+            pb.StepPlan(
+                forks=pb.Forks(
+                    parent_sequence_ids=[1, 1],
+                    child_sequence_ids=[2, 2],
+                    token_ids=[1, 1],
+                    block_counts=[0, 0],
+                    token_counts=[1, 1],
+                )
+            ),
+            "forks.child_sequence_ids names a sequence twice",
+        ),
     ],
 )
 def test_plans_that_make_no_sense(plan: pb.StepPlan, message: str, executor: Executor) -> None:

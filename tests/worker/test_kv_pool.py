@@ -16,7 +16,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("meta")  # a device that is not th
 
 def sized(device: torch.device = CPU, *, free: int = 10 * GIB, weights: int = GIB, **settings: Any) -> PoolSize:
     return size_pool(
-        WorkerConfig(**settings),
+        WorkerConfig(**{"swap_space": 0.0, **settings}),
         LAYOUT,
         device,
         free_at_start=free,
@@ -51,10 +51,41 @@ def test_tiers_share_what_is_too_little_for_both() -> None:
     assert size.num_device_blocks == size.num_host_blocks == 2 * GIB // 368_640
 
 
+@pytest.mark.parametrize(
+    ("free", "settings"),
+    [
+        (10 * GIB, {"kv_cache_memory": 0}),
+        (10 * GIB, {"swap_space": 500}),
+        (3 * GIB, {"swap_space": 1, "num_device_blocks": 6000}),
+        (GIB // 8, {"gpu_memory_utilization": 1.0}),
+        (5 << 20, {"swap_space": 1, "gpu_memory_utilization": 1.0}),
+    ],
+)
+def test_tiers_never_exceed_what_may_be_taken(
+    free: int, settings: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    size = sized(free=free, weights=0, **{"swap_space": 1.0, **settings})
+    budget = free * settings.get("gpu_memory_utilization", 0.9)
+    assert (size.num_device_blocks + size.num_host_blocks) * 368_640 <= budget
+    assert size.num_device_blocks >= 4
+    assert "that swap_space allows: no more of the host's memory may be taken" in caplog.text
+
+
+def test_host_tier_is_on_by_default_and_quiet_where_it_fits(caplog: pytest.LogCaptureFixture) -> None:
+    assert sized(swap_space=WorkerConfig().swap_space).num_host_blocks == GIB // 368_640
+    assert not caplog.records
+
+
+def test_few_device_blocks_come_before_the_host_tier(caplog: pytest.LogCaptureFixture) -> None:
+    size = sized(free=5 * 368_640, weights=0, swap_space=1, gpu_memory_utilization=1.0)
+    assert size == PoolSize(4, 1)
+    assert "the host tier gets 0.35 MiB of the 1.00 GiB that swap_space allows" in caplog.text
+
+
 def test_asked_number_of_blocks() -> None:
     assert sized(num_device_blocks=7) == PoolSize(7, 0)
     with pytest.raises(
-        ConfigError, match=r"num_device_blocks is 1000000: .*343\.32 GiB, but only 8\.00 GiB of 9\.00 GiB"
+        ConfigError, match=r"num_device_blocks is 1000000: that is 343\.32 GiB, but only 8\.00 GiB of 9\.00 GiB"
     ):
         sized(num_device_blocks=1_000_000)
 
@@ -62,8 +93,12 @@ def test_asked_number_of_blocks() -> None:
 def test_too_little_memory_is_refused_with_numbers() -> None:
     with pytest.raises(ConfigError, match=r"4 blocks of 16 tokens need 1\.41 MiB; free memory is 1\.00 MiB"):
         sized(free=1 << 20, weights=0)
-    with pytest.raises(ConfigError, match=r"swap_space is 100\.00 GiB, but only 9\.00 GiB are free on the host"):
-        sized(CUDA, swap_space=100)
+
+
+def test_host_tier_of_a_gpu_takes_its_share_of_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    size = sized(CUDA, swap_space=100)
+    assert size == PoolSize(8 * GIB // 368_640, int(0.9 * 9 * GIB) // 368_640)
+    assert "the host tier gets 8.10 GiB of the 100.00 GiB that swap_space allows" in caplog.text
 
 
 def test_blocks_move_between_tiers(backend: Backend) -> None:

@@ -47,7 +47,9 @@ def test_serves_until_a_signal_comes(model: Path, tmp_path: Path, number: signal
     assert not path.exists()
     assert description.kv_memory.bytes_per_block == 2 * 2 * 2 * 8 * 8 * 4
     assert description.kv_memory.host_block_count == (1 << 30) // 1000 // 2048
-    assert list(description.capabilities) == [pb.CAPABILITY_SWAP]
+    assert list(description.capabilities) == [pb.CAPABILITY_BEAMS, pb.CAPABILITY_SWAP]
+    assert description.prefill_tokens_per_s > 0
+    assert description.swap_bytes_per_s > 0
     assert (description.model.architecture, description.model.vocab_size) == ("LlamaForCausalLM", 96)
     assert description.model.max_model_len == 128
     assert description.incarnation != 0

@@ -21,7 +21,6 @@ from octavo_worker.params import params_problem, tokens_problem
         ({"bad_word_token_ids": [1], "bad_word_lengths": [1]}, "bad_word_token_ids"),
         ({"grammar": "root ::= x"}, "grammar"),
         ({"adapter": "mine"}, "adapter"),
-        ({"candidate_count": 4}, "candidate_count"),
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 1.5}, "top_p"),
@@ -38,7 +37,7 @@ def test_what_is_not_offered_is_named(values: dict[str, Any], named: str) -> Non
 def test_offered_params() -> None:
     params = pb.SequenceParams(
         temperature=1.0, top_p=0.5, top_k=3, min_p=0.1, seed=9, return_logprobs=True, top_logprob_count=5,
-        suppressed_token_ids=[1, 2], min_token_count=3, repetition_penalty=1.0,
+        suppressed_token_ids=[1, 2], min_token_count=3, repetition_penalty=1.0, candidate_count=8,
     )  # fmt: skip
     assert params_problem(params, 96) is None
     assert params_problem(pb.SequenceParams(), 96) is None

@@ -5,9 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from octavo_kernels import Backend
-from octavo_worker.sampler import finite_rows, least_kept, log_probabilities, sample
+from octavo_worker.sampler import candidates, finite_rows, least_kept, log_probabilities, sample
 from octavo_worker.sequences import PARAMS_DTYPE
 
 
@@ -126,8 +128,8 @@ def test_row_does_not_depend_on_its_neighbours(backend: Backend) -> None:
         assert token.tolist() == together[index : index + 1]
         alone = log_probabilities(one, token, tops[index : index + 1])
         assert torch.equal(alone.logprobs, rows_together.logprobs[index : index + 1])
-        assert torch.equal(alone.top_ids[0], rows_together.top_ids[index, : tops[index]])
-        assert torch.equal(alone.top_logprobs[0], rows_together.top_logprobs[index, : tops[index]])
+        assert torch.equal(alone.tops.ids[0], rows_together.tops.ids[index, : tops[index]])
+        assert torch.equal(alone.tops.logprobs[0], rows_together.tops.logprobs[index, : tops[index]])
 
 
 def test_seed_and_position_choose_the_token(backend: Backend) -> None:
@@ -157,9 +159,61 @@ def test_suppressed_tokens_are_never_given_and_logits_stay(backend: Backend) -> 
 def test_log_probabilities() -> None:
     rows = log_probabilities(torch.tensor([LOGITS, LOGITS]), torch.tensor([0, 3]), np.array([2, 0]))
     assert rows.logprobs.exp().tolist() == pytest.approx([0.1, 0.3])
-    assert rows.top_ids.tolist()[0] == [1, 3]
-    assert rows.top_logprobs[0].exp().tolist() == pytest.approx([0.4, 0.3])
-    assert rows.num_tops.tolist() == [2, 0]
+    assert rows.tops.ids.tolist()[0] == [1, 3]
+    assert rows.tops.logprobs[0].exp().tolist() == pytest.approx([0.4, 0.3])
+    assert rows.tops.counts.tolist() == [2, 0]
+
+
+def ranked(logits: torch.Tensor, counts: list[int], suppressed: dict[int, np.ndarray] | None = None) -> list[list[int]]:
+    found = candidates(logits, np.array(counts), suppressed or {})
+    return [ids[:count] for ids, count in zip(found.ids.tolist(), found.counts.tolist(), strict=True)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 33])
+def test_candidates_are_those_of_log_softmax_and_topk_whatever_rows_stand_beside_them(num_rows: int) -> None:
+    logits = torch.randn(num_rows, 49152, generator=torch.Generator().manual_seed(6)) * 5
+    counts = np.array([2 + row % 9 for row in range(num_rows)])
+    found = candidates(logits, counts, {})
+    assert found.counts.tolist() == counts.tolist()
+    for row, count in enumerate(counts):
+        expected = torch.log_softmax(logits[row], dim=0)
+        top = expected.topk(int(count))
+        assert torch.equal(found.ids[row, :count], top.indices)
+        assert torch.equal(found.logprobs[row, :count], top.values)
+        assert torch.allclose(expected.double(), torch.log_softmax(logits[row].double(), dim=0), atol=1e-5)
+
+
+def test_equal_candidates_come_by_id() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0, 2.0], [0.0] * 6, [5.0, 4.0, 5.0, 4.0, 3.0, 3.0]])
+    assert ranked(logits, [4, 3, 1]) == [[1, 3, 2, 4], [0, 1, 2], [0]]
+    wide = torch.zeros(1, 5000)
+    wide[0, [4000, 17]] = 1.0
+    assert ranked(wide, [5]) == [[17, 4000, 0, 1, 2]]
+
+
+@given(st.lists(st.lists(st.integers(-2, 3), min_size=7, max_size=7), min_size=1, max_size=4), st.data())
+def test_candidates_are_the_first_of_a_stable_sort(rows: list[list[int]], data: st.DataObject) -> None:
+    counts = data.draw(st.lists(st.integers(0, 9), min_size=len(rows), max_size=len(rows)))
+    suppressed = {0: np.array(data.draw(st.lists(st.integers(0, 6), max_size=6, unique=True)), np.int64)}
+    expected = []
+    for index, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        left = [item for item in range(7) if index or item not in suppressed[0]]
+        expected.append(sorted(left, key=lambda item, row=row: (-row[item], item))[:count])
+    assert ranked(torch.tensor(rows, dtype=torch.float32), counts, suppressed) == expected
+
+
+def test_suppressed_ids_are_no_candidates_and_keep_their_share() -> None:
+    logits = torch.tensor([LOGITS, LOGITS])
+    before = logits.clone()
+    found = candidates(logits, np.array([2, 2]), {1: np.array([1, 2])})
+    assert found.ids.tolist() == [[1, 3], [3, 0]]
+    assert found.logprobs.exp().flatten().tolist() == pytest.approx([0.4, 0.3, 0.3, 0.1])
+    assert torch.equal(logits, before)
+
+
+def test_fewer_candidates_where_fewer_tokens_are_left() -> None:
+    assert ranked(torch.tensor([LOGITS, LOGITS]), [9, 3], {1: np.array([0, 2])}) == [[1, 3, 2, 0], [1, 3]]
+    assert ranked(torch.tensor([LOGITS]), [0]) == [[]]
 
 
 def test_finite_rows() -> None:

@@ -265,14 +265,17 @@ async def test_failed_step_ends_the_stream_and_the_worker_goes_on(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = await worker.open()
+    both_are_sent = threading.Event()
 
     def fail(*args: Any, **kwargs: Any) -> None:
+        both_are_sent.wait(60)
         raise RuntimeError("the device is gone")
 
     with monkeypatch.context() as patch:
         patch.setattr(worker.executor.decoder, "forward", fail)
         await stream.send(plan=plan())
         await stream.send(plan=decode(4))
+        both_are_sent.set()
         code, details = await stream.status()
     assert code is grpc.StatusCode.INTERNAL
     assert details == "the step failed: RuntimeError: the device is gone"

@@ -117,7 +117,7 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
         max_plans_in_flight=config.max_plans_in_flight,
         max_batched_token_count=config.max_num_batched_tokens,
         lease_ms=config.lease_ms,
-        capabilities=[pb.CAPABILITY_SWAP] if size.num_host_blocks else [],
+        capabilities=[pb.CAPABILITY_BEAMS, *([pb.CAPABILITY_SWAP] if size.num_host_blocks else [])],
         prefill_tokens_per_s=measure_prefill(decoder, pool, backend),
         swap_bytes_per_s=measure_swap(pool),
         backend=backend.describe(),

@@ -22,7 +22,7 @@ from octavo_worker.batch import build_batch
 from octavo_worker.kv_pool import KVPool
 from octavo_worker.models.decoder import Decoder
 from octavo_worker.params import params_problem, tokens_problem
-from octavo_worker.sampler import finite_rows, log_probabilities, sample
+from octavo_worker.sampler import Likeliest, candidates, finite_rows, log_probabilities, sample
 from octavo_worker.sequences import IntArray, SequenceTable, TokenArray
 
 _INVALID = pb.SEQUENCE_ERROR_CODE_INVALID
@@ -150,43 +150,44 @@ class Executor:
 
     def _fork(self, forks: pb.Forks) -> None:
         """Starts sequences as others' copies. All parents are read before any child replaces one of them."""
-        count = len(forks.child_sequence_ids)
-        if {len(forks.parent_sequence_ids), len(forks.token_ids), len(forks.block_counts), len(forks.token_counts)} != {
-            count
-        }:
-            raise PlanError(f"the columns of forks do not have one length: {count} children")
+        children = list(forks.child_sequence_ids)
+        for name in ("parent_sequence_ids", "token_ids", "block_counts", "token_counts"):
+            if len(getattr(forks, name)) != len(children):
+                raise PlanError(f"forks.{name} has {len(getattr(forks, name))} entries for {len(children)} children")
         if sum(forks.block_counts) != len(forks.block_ids):
             raise PlanError("forks.block_ids does not have as many entries as forks.block_counts says")
-        if not count:
+        if len(set(children)) != len(children):
+            raise PlanError("forks.child_sequence_ids names a sequence twice")
+        if not children:
             return
-        parents = self.table.find(list(forks.parent_sequence_ids))
+        rows = self.table.find(list(forks.parent_sequence_ids)).tolist()
         tables = np.split(np.array(forks.block_ids, np.int64), np.cumsum(forks.block_counts)[:-1])
-        copies: list[tuple[int, int, TokenArray, IntArray]] = []
+        born: list[tuple[int, np.void, IntArray | None, TokenArray, TokenArray]] = []
+        problems: dict[int, str] = {}
         for child, parent, row, kept, token, blocks in zip(
-            forks.child_sequence_ids, forks.parent_sequence_ids, parents, forks.token_counts, forks.token_ids, tables,
-            strict=True,
-        ):  # fmt: skip
-            problem = self._fork_problem(parent, int(row), kept, token) or self._blocks_problem(blocks)
-            if problem is None:
-                tokens = np.append(self.table.tokens.get(int(row))[:kept], np.int32(token))
-                copies.append((int(row), child, tokens, blocks))
-            elif parent not in self._failed or parent in self._errors:
+            children, forks.parent_sequence_ids, rows, forks.token_counts, forks.token_ids, tables, strict=True
+        ):
+            problem = self._fork_problem(parent, row, kept, token) or self._blocks_problem(blocks)
+            if problem is not None:
+                problems[child] = problem
+                continue
+            tokens = np.append(self.table.tokens.get(row)[:kept], np.int32(token))
+            params, suppressed = self.table.params[row].copy(), self.table.suppressed.get(row)
+            born.append((child, params, suppressed, tokens, blocks.astype(np.int32)))
+        for child, problem in problems.items():
+            # What was planned for a sequence before its failure was known is ignored, a fork of itself too.
+            if child not in self._failed:
                 self._fail(child, _INVALID, problem)
-            else:  # the parent's failure was told with an earlier plan, and everything planned for it is ignored
-                self._failed.add(child)
-                self.table.remove(child)
-        params = self.table.params.copy()
-        suppressed = dict(self.table.suppressed)
-        for row, child, tokens, blocks in copies:
+        for child, params, suppressed, tokens, blocks in born:
             self._failed.discard(child)
-            self.table.fork(params[row].copy(), suppressed.get(row), child, tokens, blocks.astype(np.int32))
+            self.table.fork(params, suppressed, child, tokens, blocks)
 
     def _fork_problem(self, parent: int, row: int, kept: int, token: int) -> str | None:
         if row < 0:
             return f"the parent sequence {parent} is not known"
-        known = int(self.table.tokens.lengths[row])
-        if kept > known:
-            return f"{kept} tokens of sequence {parent} are to be kept, and it has {known}"
+        known, prompt_len = int(self.table.tokens.lengths[row]), int(self.table.params["prompt_len"][row])
+        if not prompt_len <= kept <= known:
+            return f"{kept} tokens of sequence {parent} are to be kept; it has {known}, {prompt_len} of them its prompt"
         if token >= self.decoder.config.vocab_size:
             return f"token {token} is not in the vocabulary of {self.decoder.config.vocab_size}"
         return None
@@ -239,6 +240,11 @@ class Executor:
             block_size=self.pool.layout.block_size,
             device=self.backend.device,
         )
+        if self.pool.is_moving:
+            tables = self.table.blocks
+            self.pool.before_use(
+                tables.gather(scheduled.rows, np.zeros_like(scheduled.rows), tables.lengths[scheduled.rows])
+            )
         chosen = np.flatnonzero(scheduled.samples)
         last_rows = batch.attention.query_starts[1:].long() - 1
         logits = self.decoder.forward(
@@ -253,29 +259,47 @@ class Executor:
             self._sample(scheduled, chosen, logits, result)
 
     def _sample(self, scheduled: _Scheduled, chosen: IntArray, logits: Tensor, result: pb.StepResult) -> None:
-        """Samples behind the sequences in `chosen`. logits: a row for each of them."""
+        """Samples behind the sequences in `chosen`, or finds candidates. logits: a row for each of them."""
         finite = finite_rows(logits)
-        if not finite.all():
-            for index in chosen[~finite]:
-                self._fail(scheduled.sequence_ids[index], _NUMERIC, "the model's logits are not finite")
-            logits = logits[torch.from_numpy(np.flatnonzero(finite)).to(logits.device)]
-            chosen = chosen[finite]
-            if not len(chosen):
-                return
+        for index in chosen[~finite]:
+            self._fail(scheduled.sequence_ids[index], _NUMERIC, "the model's logits are not finite")
+        chosen, logits = chosen[finite], _take(logits, finite)
+        is_beam = self.table.params["num_candidates"][scheduled.rows[chosen]] > 0
+        if is_beam.any():
+            self._find_candidates(scheduled, chosen[is_beam], _take(logits, is_beam), result)
+            chosen, logits = chosen[~is_beam], _take(logits, ~is_beam)
+        if not len(chosen):
+            return
         rows = scheduled.rows[chosen]
         params = self.table.params[rows]
         positions = scheduled.starts[chosen] + scheduled.counts[chosen]
-        early = params["has_suppressed"] & (positions - params["prompt_len"] < params["min_tokens"])
-        suppressed = {int(index): self.table.suppressed[int(rows[index])] for index in np.flatnonzero(early)}
-        token_ids = sample(logits, params, positions, suppressed, self.backend)
-        wanted = np.flatnonzero(params["return_logprobs"])
-        if len(wanted):
-            picked = torch.from_numpy(wanted).to(logits.device)
-            _fill_logprobs(result.logprobs, logits[picked], token_ids[picked], params["num_top_logprobs"][wanted])
+        token_ids = sample(logits, params, positions, self._suppressed(rows, positions), self.backend)
+        wanted = params["return_logprobs"]
+        if wanted.any():
+            num_tops = params["num_top_logprobs"][wanted]
+            _fill_logprobs(result.logprobs, _take(logits, wanted), _take(token_ids, wanted), num_tops)
         sampled = token_ids.cpu().numpy()
         self.table.tokens.append(rows, np.ones(len(rows), np.int64), sampled.astype(np.int32))
         result.sequence_ids.extend([scheduled.sequence_ids[index] for index in chosen])
         result.token_ids.extend(sampled.tolist())
+
+    def _find_candidates(self, scheduled: _Scheduled, chosen: IntArray, logits: Tensor, result: pb.StepResult) -> None:
+        """Answers for beams, which get their next token by a fork."""
+        rows = scheduled.rows[chosen]
+        positions = scheduled.starts[chosen] + scheduled.counts[chosen]
+        found = candidates(logits, self.table.params["num_candidates"][rows], self._suppressed(rows, positions))
+        ids, logprobs = _flat(found)
+        ends = np.cumsum(found.counts)
+        for index, start, end in zip(chosen, ends - found.counts, ends, strict=True):
+            result.candidates.add(
+                sequence_id=scheduled.sequence_ids[index], token_ids=ids[start:end], logprobs=logprobs[start:end]
+            )
+
+    def _suppressed(self, rows: IntArray, positions: IntArray) -> dict[int, IntArray]:
+        """Index in `rows` to the ids that the sequence must not get at its position, where there are any."""
+        params = self.table.params[rows]
+        early = params["has_suppressed"] & (positions - params["prompt_len"] < params["min_tokens"])
+        return {int(index): self.table.suppressed[int(rows[index])] for index in np.flatnonzero(early)}
 
     def _fail(self, sequence_id: int, code: pb.SequenceErrorCode, message: str) -> None:
         """Reports a sequence's failure and forgets it; whatever is planned for it is ignored until it is released."""
@@ -287,10 +311,21 @@ class Executor:
 def _fill_logprobs(columns: pb.LogprobColumns, logits: Tensor, token_ids: Tensor, num_tops: IntArray) -> None:
     rows = log_probabilities(logits, token_ids, num_tops)
     columns.logprobs.extend(rows.logprobs.tolist())
-    columns.top_counts.extend(rows.num_tops.tolist())
-    inside = np.arange(rows.top_ids.shape[1]) < rows.num_tops[:, None]
-    columns.top_token_ids.extend(rows.top_ids.cpu().numpy()[inside].tolist())
-    columns.top_logprobs.extend(rows.top_logprobs.cpu().numpy()[inside].tolist())
+    columns.top_counts.extend(rows.tops.counts.tolist())
+    ids, logprobs = _flat(rows.tops)
+    columns.top_token_ids.extend(ids)
+    columns.top_logprobs.extend(logprobs)
+
+
+def _flat(tops: Likeliest) -> tuple[list[int], list[float]]:
+    """Ids and log-probabilities, one row's behind the other's."""
+    inside = np.arange(tops.ids.shape[1]) < tops.counts[:, None]
+    return tops.ids.cpu().numpy()[inside].tolist(), tops.logprobs.cpu().numpy()[inside].tolist()
+
+
+def _take(values: Tensor, mask: NDArray[np.bool_]) -> Tensor:
+    """The rows of a mask; not copied where they are all."""
+    return values if mask.all() else values.index_select(0, torch.from_numpy(np.flatnonzero(mask)).to(values.device))
 
 
 def _tokens(token_ids: Sequence[int]) -> TokenArray:

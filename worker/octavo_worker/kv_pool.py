@@ -5,17 +5,22 @@ A block's bytes follow `KVLayout`. Who owns which block is the router's business
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo.config import GIB, WorkerConfig
 from octavo.errors import ConfigError
 from octavo_kernels.backend import Backend, KVLayout
+from octavo_worker.block_ops import BlockMover
 
+_log = logging.getLogger(__name__)
 MIN_BLOCKS = 4
 LAYOUT_NAME = "block-major,k=d*t,v=t*d"
 
@@ -32,29 +37,41 @@ class KVPool:
     """The tensors of both tiers and the moves between them.
 
     device: (num_device_blocks, layers, 2, KV heads, block_size * head_dim); host: the same with num_host_blocks, on
-    the CPU. layers: K and V of each layer, views into `device`.
+    the CPU, and pinned where the device is not. layers: K and V of each layer, views into `device`. Moves between tiers
+    run beside the computing where the device has a way to (`block_ops`): `before_use` is called ahead of it.
     """
 
     def __init__(self, layout: KVLayout, size: PoolSize, backend: Backend) -> None:
         self.layout, self.size = layout, size
-        self._backend = backend
-        self.device = _zeros(layout, size.num_device_blocks, backend.device, pinned=False)
+        self._mover = BlockMover(backend)
+        self.device = _zeros(layout, size.num_device_blocks, backend.device)
         self.layers = layout.layers(self.device)
-        self.host = _zeros(layout, size.num_host_blocks, torch.device("cpu"), pinned=backend.device.type == "cuda")
+        self.host = _zeros(layout, size.num_host_blocks, torch.device("cpu"))
+        if backend.device.type == "cuda" and size.num_host_blocks:
+            _pin(self.host)
 
     def swap_out(self, device_blocks: Tensor, host_blocks: Tensor) -> int:
         """Copies device blocks to the host; columns (n,) int64 on the CPU. Returns the bytes moved."""
-        self._backend.move_blocks(self.device, device_blocks, self.host, host_blocks)
+        self._mover.move_out(self.device, device_blocks, self.host, host_blocks)
         return len(device_blocks) * self.layout.bytes_per_block
 
     def swap_in(self, host_blocks: Tensor, device_blocks: Tensor) -> int:
         """Copies host blocks to the device; columns (n,) int64 on the CPU. Returns the bytes moved."""
-        self._backend.move_blocks(self.host, host_blocks, self.device, device_blocks)
+        self._mover.move_in(self.host, host_blocks, self.device, device_blocks)
         return len(device_blocks) * self.layout.bytes_per_block
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copies device blocks to device blocks; columns (n,) int64 on the CPU."""
-        self._backend.copy_blocks(self.device, sources, targets)
+        self._mover.copy(self.device, sources, targets)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether a move between tiers may still be under way, so that `before_use` has something to wait for."""
+        return self._mover.is_moving
+
+    def before_use(self, device_blocks: NDArray[np.integer]) -> None:
+        """Holds what is computed from here on until the moves under way of these device blocks are over."""
+        self._mover.before_use(device_blocks)
 
 
 def size_pool(
@@ -64,56 +81,72 @@ def size_pool(
 
     free_at_start, free_now: bytes free on the device before the weights were loaded and now; free_host: bytes free on
     the host now. Weights and KV together take at most `gpu_memory_utilization` of what was free. On a CPU device both
-    tiers share the host's memory: where their wishes exceed it, each gets the same share of its wish.
-    Raises ConfigError, with the numbers, when a size that was asked for does not fit or almost nothing would.
+    tiers share the host's memory: where their wishes exceed it, each gets the same share of its wish, but the device
+    as many blocks as `num_device_blocks` asks for. A host tier that gets less than `swap_space` is told in the log.
+    Raises ConfigError, with the numbers, when the device's blocks do not fit or almost none would.
     """
     block = layout.bytes_per_block
     budget = max(free_now - math.ceil((1 - config.gpu_memory_utilization) * free_at_start), 0)
     host_wish = int(config.swap_space * GIB)
     on_cpu = device.type == "cpu"
     if config.num_device_blocks:
-        wanted = config.num_device_blocks * block + (host_wish if on_cpu else 0)
-        if wanted > budget:
+        num_blocks = config.num_device_blocks
+        if num_blocks * block > budget:
             raise ConfigError(
-                f"num_device_blocks is {config.num_device_blocks}: with swap_space that is {_gib(wanted)}, "
+                f"num_device_blocks is {num_blocks}: that is {_gib(num_blocks * block)}, "
                 f"but only {_gib(budget)} of {_gib(free_now)} free memory may be taken "
                 f"(gpu_memory_utilization {config.gpu_memory_utilization:g})"
             )
-        return PoolSize(config.num_device_blocks, _host_blocks(host_wish, free_host, block))
-    device_wish = min(budget, int(config.kv_cache_memory * GIB)) if on_cpu and config.kv_cache_memory else budget
-    if on_cpu and device_wish + host_wish > budget:
-        share = budget / (device_wish + host_wish)
-        device_wish, host_wish = int(device_wish * share), int(host_wish * share)
-    num_blocks = device_wish // block
-    if num_blocks < MIN_BLOCKS:
-        raise ConfigError(
-            f"too little memory for KV blocks: {_gib(device_wish)} may be taken, and {MIN_BLOCKS} blocks of "
-            f"{layout.block_size} tokens need {_gib(MIN_BLOCKS * block)}; free memory is {_gib(free_now)}, "
-            f"gpu_memory_utilization {config.gpu_memory_utilization:g}, kv_cache_memory {config.kv_cache_memory:g} GiB"
+    else:
+        wish = min(budget, int(config.kv_cache_memory * GIB)) if on_cpu and config.kv_cache_memory else budget
+        if on_cpu and wish + host_wish > budget:
+            wish = max(wish * budget // (wish + host_wish), min(wish, MIN_BLOCKS * block))
+        num_blocks = wish // block
+        if num_blocks < MIN_BLOCKS:
+            raise ConfigError(
+                f"too little memory for KV blocks: {_gib(wish)} may be taken, and {MIN_BLOCKS} blocks of "
+                f"{layout.block_size} tokens need {_gib(MIN_BLOCKS * block)}; free memory is {_gib(free_now)}, "
+                f"gpu_memory_utilization {config.gpu_memory_utilization:g}, "
+                f"kv_cache_memory {config.kv_cache_memory:g} GiB"
+            )
+    host_room = budget - num_blocks * block if on_cpu else int(config.gpu_memory_utilization * free_host)
+    num_host_blocks = min(host_wish, host_room) // block
+    if host_room < host_wish:
+        _log.warning(
+            "the host tier gets %s of the %s that swap_space allows: no more of the host's memory may be taken",
+            _gib(num_host_blocks * block),
+            _gib(host_wish),
         )
-    return PoolSize(num_blocks, _host_blocks(host_wish, free_host, block))
-
-
-def _host_blocks(wish: int, free_host: int, block: int) -> int:
-    if wish > free_host:
-        raise ConfigError(f"swap_space is {_gib(wish)}, but only {_gib(free_host)} are free on the host")
-    return wish // block
+    return PoolSize(num_blocks, num_host_blocks)
 
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 100 else f"{num_bytes / (1 << 20):.2f} MiB"
 
 
-def _zeros(layout: KVLayout, num_blocks: int, device: torch.device, *, pinned: bool) -> Tensor:
+def _zeros(layout: KVLayout, num_blocks: int, device: torch.device) -> Tensor:
     """A pool of zeros.
 
     On the CPU it is a private mapping: pages cost nothing until a block is first written, and huge ones are asked for,
     since attention reads long stretches.
     """
     shape = layout.pool_shape(num_blocks)
-    if device.type != "cpu" or pinned or not num_blocks:
-        return torch.zeros(shape, dtype=layout.dtype, device=device, pin_memory=pinned and num_blocks > 0)
+    if device.type != "cpu" or not num_blocks:
+        return torch.zeros(shape, dtype=layout.dtype, device=device)
     memory = mmap.mmap(-1, num_blocks * layout.bytes_per_block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=layout.dtype).view(shape)
+
+
+def _pin(pool: Tensor) -> None:
+    """Locks a pool on the host in memory, so that the device can copy from and to it by itself.
+
+    torch's own allocator of pinned memory rounds up to a power of two, up to twice what was counted.
+    """
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), pool.nbytes, 0))
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the host tier of {_gib(pool.nbytes)} cannot be locked in memory ({error}); give a smaller --swap-space"
+        ) from None

@@ -6,9 +6,11 @@ It also warms up. It computes in the pool's first blocks, which hold nothing yet
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels import Backend
@@ -18,25 +20,28 @@ from octavo_worker.models.decoder import Decoder
 from octavo_worker.sequences import SequenceTable
 
 _WARM_UP_TOKENS, _MEASURED_TOKENS = 16, 128
-_WARM_UP_LIMIT_S = 0.15  # a model whose warm-up takes longer is not measured: it would hold up the start
-_SWAPPED_BYTES = 16 << 20
+_MEASURED_S = 0.15  # how long a measured pass may take: it holds up the start
+_SWAPPED_BYTES, _SWAP_ROUNDS = 8 << 20, 3
 
 
 @torch.inference_mode()
 def measure_prefill(decoder: Decoder, pool: KVPool, backend: Backend) -> float:
-    """Tokens of prompt a second, after a small pass that warms up; 0 where measuring would take long."""
+    """Tokens of prompt a second.
+
+    A small pass warms up. It is the measurement as well where a longer one would take too long or does not fit; it
+    tells less than the worker can do, since more tokens share the reading of the weights.
+    """
     seconds = _time_pass(decoder, pool, backend, _WARM_UP_TOKENS)
-    num_tokens = min(_MEASURED_TOKENS, decoder.config.max_model_len)
-    num_blocks = -(-num_tokens // pool.layout.block_size)
-    rate = 0.0
-    if seconds < _WARM_UP_LIMIT_S and num_blocks <= pool.size.num_device_blocks:
-        rate = num_tokens / _time_pass(decoder, pool, backend, num_tokens)
-    pool.device[:num_blocks].zero_()
+    num_tokens = min(_MEASURED_TOKENS, _room(decoder, pool))
+    rate = min(_WARM_UP_TOKENS, num_tokens) / seconds
+    if num_tokens > _WARM_UP_TOKENS and num_tokens / rate <= _MEASURED_S:
+        rate = max(rate, num_tokens / _time_pass(decoder, pool, backend, num_tokens))
+    pool.device[: -(-num_tokens // pool.layout.block_size)].zero_()
     return rate
 
 
 def measure_swap(pool: KVPool) -> float:
-    """Bytes a second between device and host, of the slower direction; 0 without a host tier."""
+    """Bytes a second between device and host, of the slower direction, beside no computing; 0 without a host tier."""
     num_blocks = min(pool.size.num_device_blocks, pool.size.num_host_blocks)
     num_blocks = min(num_blocks, max(_SWAPPED_BYTES // pool.layout.bytes_per_block, 1))
     if not num_blocks:
@@ -46,18 +51,27 @@ def measure_swap(pool: KVPool) -> float:
     pool.swap_in(blocks, blocks)
     slowest = 0.0
     for move in (pool.swap_out, pool.swap_in):
-        started = time.monotonic()
-        moved = move(blocks, blocks)
-        if pool.device.device.type == "cuda":
-            torch.cuda.synchronize()
-        slowest = max(slowest, time.monotonic() - started)
-    return moved / slowest
+        slowest = max(slowest, min(_time_move(move, blocks, pool.device.device) for _ in range(_SWAP_ROUNDS)))
+    return num_blocks * pool.layout.bytes_per_block / slowest
+
+
+def _time_move(move: Callable[[Tensor, Tensor], int], blocks: Tensor, device: torch.device) -> float:
+    """Seconds that a move takes until the device is through with it."""
+    started = time.monotonic()
+    move(blocks, blocks)
+    torch.get_device_module(device).synchronize()
+    return time.monotonic() - started
+
+
+def _room(decoder: Decoder, pool: KVPool) -> int:
+    """Tokens that the longest prompt can have here."""
+    return min(pool.size.num_device_blocks * pool.layout.block_size, decoder.config.max_model_len)
 
 
 def _time_pass(decoder: Decoder, pool: KVPool, backend: Backend, num_tokens: int) -> float:
     """Seconds that one prompt of this many tokens, or as many as fit, takes."""
     block_size = pool.layout.block_size
-    num_tokens = min(num_tokens, pool.size.num_device_blocks * block_size, decoder.config.max_model_len)
+    num_tokens = min(num_tokens, _room(decoder, pool))
     table = SequenceTable(1)
     tokens = (np.arange(num_tokens) % decoder.config.vocab_size).astype(np.int32)
     blocks = np.arange(-(-num_tokens // block_size), dtype=np.int32)

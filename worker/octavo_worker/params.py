@@ -22,7 +22,6 @@ _NOT_OFFERED = (
     "bad_word_lengths",
     "grammar",
     "adapter",
-    "candidate_count",
 )
 
 

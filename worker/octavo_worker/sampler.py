@@ -1,4 +1,4 @@
-"""Chooses tokens from logits: small functions without state on (S, vocab) fp32 rows.
+"""Chooses tokens from logits, and candidates for beams: small functions without state on (S, vocab) fp32 rows.
 
 Filters hold in the order temperature, top-k, top-p, min-p. Each turns into the least logit that a row keeps, so one
 comparison applies them all. Everything is computed row by row: a row's bits never depend on the other rows. The random
@@ -25,17 +25,24 @@ _MASKED = float("-inf")
 
 
 @dataclass(frozen=True)
-class LogprobRows:
-    """Log-probabilities of some rows' tokens.
+class Likeliest:
+    """The likeliest tokens of some rows, likeliest first, equals by id.
 
-    logprobs: (R,) fp32; num_tops: (R,) int64, how many likeliest are wanted; top_ids, top_logprobs: (R, most wanted),
-    likeliest first.
+    counts: (R,) int64, how many each row has; ids: (R, most) int64 and logprobs: (R, most) fp32, the first `counts` of
+    each row count.
     """
 
+    counts: IntArray
+    ids: Tensor
     logprobs: Tensor
-    num_tops: IntArray
-    top_ids: Tensor
-    top_logprobs: Tensor
+
+
+@dataclass(frozen=True)
+class LogprobRows:
+    """Log-probabilities of some rows' tokens. logprobs: (R,) fp32; tops: the likeliest beside them."""
+
+    logprobs: Tensor
+    tops: Likeliest
 
 
 def finite_rows(logits: Tensor) -> NDArray[np.bool_]:
@@ -147,11 +154,48 @@ def log_probabilities(logits: Tensor, token_ids: Tensor, num_tops: IntArray) -> 
     logits: (R, vocab) fp32; token_ids: (R,) int64; num_tops: (R,), how many likeliest each row wants.
     """
     logprobs = torch.log_softmax(logits, dim=1)
-    most = min(int(num_tops.max(initial=0)), logits.shape[1])
-    top = logprobs.topk(most, dim=1)
-    return LogprobRows(
-        logprobs=logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1),
-        num_tops=np.minimum(num_tops, most),
-        top_ids=top.indices,
-        top_logprobs=top.values,
-    )
+    return LogprobRows(logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1), _likeliest(logprobs, num_tops))
+
+
+def candidates(logits: Tensor, counts: IntArray, suppressed: dict[int, IntArray]) -> Likeliest:
+    """What beams may go on with: the likeliest tokens of the model's own distribution without the suppressed ones,
+    which keep their share of it (as in transformers, whose processors work on log-probabilities).
+
+    logits: (R, vocab) fp32, finite, not mutated; counts: (R,), how many each row wants and gets, unless fewer are
+    left; suppressed: row to ids.
+    """
+    logprobs = torch.log_softmax(logits, dim=1)
+    for row, token_ids in suppressed.items():
+        logprobs[row, torch.from_numpy(token_ids).to(logprobs.device)] = _MASKED
+    return _likeliest(logprobs, counts)
+
+
+def _likeliest(logprobs: Tensor, counts: IntArray) -> Likeliest:
+    """The counts[i] greatest of each row, or all that are above -inf where those are fewer.
+
+    topk says nothing of the order of equals, nor which of them it takes at the end: rows where that matters are looked
+    through for all equals.
+    """
+    device, (num_rows, vocab) = logprobs.device, logprobs.shape
+    most = min(int(counts.max(initial=0)), vocab)
+    wanted = torch.from_numpy(np.minimum(counts, most)).to(device)
+    values, columns = logprobs.topk(min(most + 1, vocab), dim=1)  # one more, to see whether the last has an equal
+    bounds = values.gather(1, (wanted - 1).clamp(min=0).unsqueeze(1))
+    is_cut = (wanted > 0) & (((values >= bounds) & (values > _MASKED)).sum(dim=1) > wanted)
+    rows, ranks = ((values > _MASKED) & ~is_cut.unsqueeze(1)).nonzero(as_tuple=True)
+    cut = is_cut.nonzero().squeeze(1)
+    cut_rows, cut_columns = (logprobs[cut] >= bounds[cut]).nonzero(as_tuple=True)
+    rows, columns = torch.cat([rows, cut[cut_rows]]), torch.cat([columns[rows, ranks], cut_columns])
+    found = logprobs[rows, columns]
+    order = columns.argsort()
+    for key, descending in ((found, True), (rows, False)):  # stable sorts: the last one goes before the others
+        order = order[key[order].argsort(descending=descending, stable=True)]
+    rows, columns, found = rows[order], columns[order], found[order]
+    per_row = torch.bincount(rows, minlength=num_rows)
+    ranks = torch.arange(len(rows), device=device) - (per_row.cumsum(0) - per_row)[rows]
+    kept = ranks < wanted[rows]
+    ids = torch.zeros((num_rows, most), dtype=torch.int64, device=device)
+    best = torch.full((num_rows, most), _MASKED, dtype=logprobs.dtype, device=device)
+    ids[rows[kept], ranks[kept]] = columns[kept]
+    best[rows[kept], ranks[kept]] = found[kept]
+    return Likeliest(torch.minimum(per_row, wanted).cpu().numpy(), ids, best)

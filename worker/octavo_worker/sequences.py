@@ -14,7 +14,8 @@ from octavo.worker.v1 import worker_pb2 as pb
 IntArray = NDArray[np.int64]
 TokenArray = NDArray[np.int32]
 
-# One sequence's sampling parameters and the length of its prompt. seed: the 64 bits of the key.
+# One sequence's sampling parameters and the length of its prompt. seed: the 64 bits of the key; num_candidates: above 0
+# for a beam, which is not sampled.
 PARAMS_DTYPE = np.dtype(
     [
         ("temperature", np.float32),
@@ -27,6 +28,7 @@ PARAMS_DTYPE = np.dtype(
         ("min_tokens", np.int64),
         ("has_suppressed", np.bool_),
         ("prompt_len", np.int64),
+        ("num_candidates", np.int64),
     ]
 )
 _MIN_CAPACITY = 16
@@ -152,6 +154,7 @@ class SequenceTable:
             params.min_token_count,
             len(suppressed) > 0,
             prompt_len,
+            params.candidate_count,
         )
         return row
 

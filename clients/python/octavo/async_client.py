@@ -6,7 +6,8 @@ Belongs to the event loop it is first used in.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -18,6 +19,7 @@ from octavo.channel import DEFAULT_ADDRESS, channel_options, check_address, heal
 from octavo.conversion import chat_request, detokenize_request, generate_request, tokenize_request
 from octavo.errors import RequestCancelledError
 from octavo.output_builder import OutputBuilder
+from octavo.resumption import DEFAULT_RESUME_TIMEOUT_S, Resumption, is_accepted
 from octavo.status import error_of
 from octavo.types import ChatOptions, Message, OutputDelta, Prompt, RequestOptions, RequestOutput, SamplingParams
 from octavo.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -25,21 +27,24 @@ from octavo.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_gr
 _Request = TypeVar("_Request", bound=ProtoMessage)
 _Response = TypeVar("_Response", bound=ProtoMessage)
 _GenerateCall = grpc.aio.UnaryStreamCall[inference_pb2.GenerateRequest, inference_pb2.GenerateResponse]
+_Start = Callable[[inference_pb2.GenerateRequest, float | None], _GenerateCall]
 
 
 class AsyncGenerationStream(AsyncIterator[OutputDelta]):
     """A running generation: iterate for its deltas, or read `output` for all that has come so far.
 
-    Closing it, leaving its `async with` block, cancelling the task that iterates or dropping it cancels the request on
-    the server.
+    Goes on behind what has come where its server goes away and comes back. Closing it, leaving its `async with` block,
+    cancelling the task that iterates or dropping it cancels the request on the server.
     """
 
-    def __init__(self, call: _GenerateCall, request: inference_pb2.GenerateRequest, address: str) -> None:
-        self._call = call
-        self._builder = OutputBuilder(request)
+    def __init__(self, start: _Start, builder: OutputBuilder, resumption: Resumption, address: str) -> None:
+        self._start = start
+        self._builder = builder
+        self._resumption = resumption
         self._address = address
         self._ready: list[OutputDelta] = []
-        self._closed = False
+        self._closed = asyncio.Event()
+        self._call = start(resumption.request(), resumption.timeout_s)
 
     @property
     def output(self) -> RequestOutput:
@@ -52,7 +57,7 @@ class AsyncGenerationStream(AsyncIterator[OutputDelta]):
     async def __anext__(self) -> OutputDelta:
         """The next delta. Ends the iteration once closed; raises the server's error if the request fails."""
         while not self._ready:
-            response = None if self._closed else await self._read()
+            response = await self._read()
             if response is None:
                 raise StopAsyncIteration
             self._ready = self._builder.add(response)[::-1]
@@ -61,27 +66,43 @@ class AsyncGenerationStream(AsyncIterator[OutputDelta]):
     async def _read(self) -> inference_pb2.GenerateResponse | None:
         """The next response; None at the end, or when `close` ends the wait."""
         try:
-            response = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            if self._closed:
-                return None
-            self._closed = True
-            raise error_of(error, self._address) from None
+            while not self._closed.is_set():
+                try:
+                    response = await self._call.read()
+                except grpc.aio.AioRpcError as error:
+                    if not self._closed.is_set():
+                        await self._recover(error)
+                    continue
+                if isinstance(response, inference_pb2.GenerateResponse):
+                    self._resumption.progressed()
+                    return response
+                self._closed.set()
+                self._builder.check_finished()
         except asyncio.CancelledError:
             # Either this task is cancelled, or another one called `close`, which cancels the call and so this read.
-            if self._closed and not _is_cancelling():
-                return None
-            self.close()
-            raise
-        if isinstance(response, inference_pb2.GenerateResponse):
-            return response
-        self._closed = True
-        self._builder.check_finished()
+            if not self._closed.is_set() or _is_cancelling():
+                self.close()
+                raise
         return None
+
+    async def _recover(self, error: grpc.aio.AioRpcError) -> None:
+        """Sends the request again when it is time for that. Raises the error where it is the request's end."""
+        if self._builder.is_finished:  # nothing was lost but the status behind the last response
+            self._closed.set()
+            return
+        failure = error_of(error, self._address)
+        delay = self._resumption.delay_after(failure, accepted=is_accepted(error.initial_metadata()))
+        if delay is None:
+            self._closed.set()
+            raise failure from None
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closed.wait(), delay)
+        if not self._closed.is_set():
+            self._call = self._start(self._resumption.request(), self._resumption.timeout_s)
 
     def close(self) -> None:
         """Cancels the request if it still runs. Idempotent."""
-        self._closed = True
+        self._closed.set()
         self._call.cancel()
 
     async def aclose(self) -> None:
@@ -102,7 +123,15 @@ class AsyncClient:
     are.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        resume_timeout_s: float = DEFAULT_RESUME_TIMEOUT_S,
+        wait_for_server: bool = False,
+    ) -> None:
+        self._resume_timeout_s = resume_timeout_s
+        self._wait_for_server = wait_for_server
         self._address = check_address(address)
         self._channel: grpc.aio.Channel | None = None
         self._closed = False
@@ -190,6 +219,11 @@ class AsyncClient:
         response = await self._call(self._admin().Drain, admin_pb2.DrainRequest(), timeout)
         return response.request_count
 
+    async def flush_prefix_cache(self, *, timeout: float | None = None) -> int:
+        """Makes the server forget every cached prefix, on both tiers. Returns how many blocks became free."""
+        response = await self._call(self._admin().FlushPrefixCache, admin_pb2.FlushPrefixCacheRequest(), timeout)
+        return response.block_count
+
     async def close(self) -> None:
         """Closes the connection; running requests are cancelled. Idempotent."""
         self._closed = True
@@ -219,8 +253,18 @@ class AsyncClient:
         return admin_pb2_grpc.AdminServiceStub(self._open_channel())
 
     def _start(self, request: inference_pb2.GenerateRequest, options: RequestOptions) -> AsyncGenerationStream:
-        call = self._inference().Generate(request, timeout=options.get("timeout"))
-        return AsyncGenerationStream(call, request, self._address)
+        builder = OutputBuilder(request)
+        resumption = Resumption(
+            request,
+            builder,
+            timeout_s=options.get("timeout"),
+            resume_timeout_s=self._resume_timeout_s,
+            wait_for_server=self._wait_for_server,
+        )
+        return AsyncGenerationStream(self._open, builder, resumption, self._address)
+
+    def _open(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> _GenerateCall:
+        return self._inference().Generate(request, timeout=timeout)
 
     async def _finish(self, request: inference_pb2.GenerateRequest, options: RequestOptions) -> RequestOutput:
         async with self._start(request, options) as stream:

@@ -42,7 +42,7 @@ def channel_options(address: str) -> list[tuple[str, Any]]:
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 5_000),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
     ]

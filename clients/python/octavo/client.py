@@ -6,9 +6,10 @@ asynchronous client shares; here is only the waiting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Self, TypeVar, Unpack, cast
 
 import grpc
 from google.protobuf.message import Message as ProtoMessage
@@ -16,8 +17,9 @@ from grpc_health.v1 import health_pb2
 
 from octavo.channel import DEFAULT_ADDRESS, channel_options, check_address, health_method, says_serving
 from octavo.conversion import chat_request, detokenize_request, generate_request, tokenize_request
-from octavo.errors import RequestCancelledError
+from octavo.errors import OctavoError, RequestCancelledError
 from octavo.output_builder import OutputBuilder
+from octavo.resumption import DEFAULT_RESUME_TIMEOUT_S, Resumption, is_accepted
 from octavo.status import FailedCall, error_of
 from octavo.types import ChatOptions, Message, OutputDelta, Prompt, RequestOptions, RequestOutput, SamplingParams
 from octavo.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -25,25 +27,26 @@ from octavo.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_gr
 _Request = TypeVar("_Request", bound=ProtoMessage)
 _Response = TypeVar("_Response", bound=ProtoMessage)
 
+if TYPE_CHECKING:  # the type is the stubs' own
+    _GenerateCall = grpc._CallIterator[inference_pb2.GenerateResponse]
+    _Start = Callable[[inference_pb2.GenerateRequest, float | None], _GenerateCall]
+
 
 class GenerationStream(Iterator[OutputDelta]):
     """A running generation: iterate for its deltas, or read `output` for all that has come so far.
 
-    Closing it, leaving its `with` block or dropping it cancels the request on the server.
+    Goes on behind what has come where its server goes away and comes back. Closing it, leaving its `with` block or
+    dropping it cancels the request on the server.
     """
 
-    def __init__(
-        self,
-        call: grpc._CallIterator[inference_pb2.GenerateResponse],
-        request: inference_pb2.GenerateRequest,
-        address: str,
-    ) -> None:
-        self._call = call
-        self._responses = iter(call)
-        self._builder = OutputBuilder(request)
+    def __init__(self, start: _Start, builder: OutputBuilder, resumption: Resumption, address: str) -> None:
+        self._start = start
+        self._builder = builder
+        self._resumption = resumption
         self._address = address
         self._ready: list[OutputDelta] = []
-        self._closed = False
+        self._closed = threading.Event()
+        self._call = start(resumption.request(), resumption.timeout_s)
 
     @property
     def output(self) -> RequestOutput:
@@ -58,7 +61,7 @@ class GenerationStream(Iterator[OutputDelta]):
         fails.
         """
         while not self._ready:
-            response = None if self._closed else self._read()
+            response = self._read()
             if response is None:
                 raise StopIteration
             self._ready = self._builder.add(response)[::-1]
@@ -66,21 +69,37 @@ class GenerationStream(Iterator[OutputDelta]):
 
     def _read(self) -> inference_pb2.GenerateResponse | None:
         """The next response; None at the end, or when another thread calls `close` meanwhile."""
-        try:
-            return next(self._responses)
-        except StopIteration:
-            self._closed = True
-            self._builder.check_finished()
-            return None
-        except grpc.RpcError as error:
-            if self._closed:
-                return None
-            self._closed = True
-            raise error_of(cast(FailedCall, error), self._address) from None
+        while not self._closed.is_set():
+            try:
+                response = next(self._call)
+            except StopIteration:
+                self._closed.set()
+                self._builder.check_finished()
+            except grpc.RpcError as error:
+                if not self._closed.is_set():
+                    self._recover(error_of(cast(FailedCall, error), self._address))
+            else:
+                self._resumption.progressed()
+                return response
+        return None
+
+    def _recover(self, error: OctavoError) -> None:
+        """Sends the request again when it is time for that. Raises the error where it is the request's end."""
+        if self._builder.is_finished:  # nothing was lost but the status behind the last response
+            self._closed.set()
+            return
+        delay = self._resumption.delay_after(error, accepted=is_accepted(self._call.initial_metadata()))
+        if delay is None:
+            self._closed.set()
+            raise error from None
+        if not self._closed.wait(delay):
+            self._call = self._start(self._resumption.request(), self._resumption.timeout_s)
+            if self._closed.is_set():  # `close` may have cancelled the call before
+                self._call.cancel()
 
     def close(self) -> None:
         """Cancels the request if it still runs. Idempotent."""
-        self._closed = True
+        self._closed.set()
         self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -98,9 +117,21 @@ class Client:
     The connection is made with the first call and again after it breaks. Every method raises an error of
     `octavo.errors`: UnavailableError where nobody answers, DeadlineError where `timeout` (in seconds) has passed. A
     closed client cannot be used again.
+
+    A generation whose server goes away is resumed, with no token lost or doubled, on the server that is at the same
+    address within `resume_timeout_s` (in seconds; 0 raises UnavailableError at once). With `wait_for_server` one that
+    cannot be sent at first is waited for in the same way.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        resume_timeout_s: float = DEFAULT_RESUME_TIMEOUT_S,
+        wait_for_server: bool = False,
+    ) -> None:
+        self._resume_timeout_s = resume_timeout_s
+        self._wait_for_server = wait_for_server
         self._address = check_address(address)
         self._channel = grpc.insecure_channel(address, options=channel_options(address))
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -184,6 +215,10 @@ class Client:
         """Makes the server refuse new requests and finish the running ones. Returns how many have not ended yet."""
         return self._call(self._admin.Drain, admin_pb2.DrainRequest(), timeout).request_count
 
+    def flush_prefix_cache(self, *, timeout: float | None = None) -> int:
+        """Makes the server forget every cached prefix, on both tiers. Returns how many blocks became free."""
+        return self._call(self._admin.FlushPrefixCache, admin_pb2.FlushPrefixCacheRequest(), timeout).block_count
+
     def close(self) -> None:
         """Closes the connection; running requests are cancelled. Idempotent."""
         self._closed = True
@@ -198,9 +233,19 @@ class Client:
         self.close()
 
     def _start(self, request: inference_pb2.GenerateRequest, options: RequestOptions) -> GenerationStream:
+        builder = OutputBuilder(request)
+        resumption = Resumption(
+            request,
+            builder,
+            timeout_s=options.get("timeout"),
+            resume_timeout_s=self._resume_timeout_s,
+            wait_for_server=self._wait_for_server,
+        )
+        return GenerationStream(self._open, builder, resumption, self._address)
+
+    def _open(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> _GenerateCall:
         self._check_open()
-        call = self._inference.Generate(request, timeout=options.get("timeout"))
-        return GenerationStream(call, request, self._address)
+        return self._inference.Generate(request, timeout=timeout)
 
     def _finish(self, request: inference_pb2.GenerateRequest, options: RequestOptions) -> RequestOutput:
         with self._start(request, options) as stream:

@@ -137,7 +137,14 @@ class WorkerConfig(Settings):
         4.0, "most memory for KV blocks on a CPU device, in GiB; 0 is no cap", low=0.0, high=1 << 20
     )
     num_device_blocks: int = _setting(0, "number of KV blocks on the device; 0 sizes the pool from free memory", low=0)
-    swap_space: float = _setting(0.0, "memory of the host tier, in GiB", low=0.0, high=1 << 20)
+    swap_space: float = _setting(
+        1.0,
+        "most memory of the host tier, where swapped-out sequences and evicted prefixes go, in GiB; taken as it is "
+        "used on a CPU device, at start on another; less, with a line in the log, where less is free; 0 is no host "
+        "tier",
+        low=0.0,
+        high=1 << 20,
+    )
     max_num_batched_tokens: int = _setting(512, "most tokens that one step computes", low=1, high=1 << 20)
     max_plans_in_flight: int = _setting(2, "plans taken before the first is answered; 1 is no lookahead", low=1, high=8)
     lease_ms: int = _setting(10_000, "silence of the router after which its lease ends, in ms", low=100)
@@ -163,6 +170,7 @@ class RouterConfig(Settings):
     max_num_seqs: int = _setting(256, "most sequences in one step", low=1, high=1 << 16)
     max_num_batched_tokens: int = _setting(512, "most tokens that one step computes", low=1, high=1 << 20)
     enable_chunked_prefill: bool = _setting(True, "split prompts over steps when a step's tokens do not suffice")
+    enable_prefix_caching: bool = _setting(True, "find computed blocks of equal prefixes again")
     max_plans_in_flight: int = _setting(2, "plans sent before the first is answered; 1 is no lookahead", low=1, high=8)
     max_waiting_requests: int = _setting(4096, "requests that may wait before new ones get 429; 0 is no limit", low=0)
     max_waiting_prompt_tokens: int = _setting(

@@ -17,7 +17,6 @@ from google.protobuf.message import Message as ProtoMessage
 
 from octavo.errors import InvalidRequestError
 from octavo.types import (
-    BeamSearchParams,
     ChatOptions,
     Message,
     Prompt,
@@ -203,7 +202,7 @@ def _set_token_ids(request: inference_pb2.GenerateRequest, ids: object) -> None:
 
 
 def _set_sampling(message: sampling_pb2.SamplingParams, params: SamplingParams) -> None:
-    for field in ("temperature", "top_p", "top_k", "seed", "best_of"):
+    for field in ("temperature", "top_p", "top_k", "seed"):
         if (value := getattr(params, field)) is not None:
             _assign(message, field, value, "sampling")
     for field, neutral in (("n", 1), ("min_p", 0.0), ("repetition_penalty", 1.0)):
@@ -214,19 +213,40 @@ def _set_sampling(message: sampling_pb2.SamplingParams, params: SamplingParams) 
     for field in ("logit_bias", "allowed_token_ids", "bad_words"):
         if value := getattr(params, field):
             _assign(message, field, value, "sampling")
-    if params.beam_search is not None:
-        _set_beam_search(message.beam_search, params.beam_search)
+    if params.use_beam_search:
+        _set_beam_search(message.beam_search, params)
+    else:
+        _check_no_beams(params)
+        if params.best_of is not None:
+            _assign(message, "best_of", params.best_of, "sampling")
     if params.structured_outputs is not None:
         _set_grammar(message.grammar, params.structured_outputs)
 
 
-def _set_beam_search(message: sampling_pb2.BeamSearch, params: BeamSearchParams) -> None:
-    _assign(message, "beam_width", params.beam_width, "sampling.beam_search")
-    _assign(message, "length_penalty", params.length_penalty, "sampling.beam_search")
+def _set_beam_search(message: sampling_pb2.BeamSearch, params: SamplingParams) -> None:
+    width, path = params.beam_width, "sampling.beam_search"
+    if width is None:
+        width = params.n if params.best_of is None else params.best_of
+    elif params.best_of not in (None, width):
+        raise InvalidRequestError(
+            f"beam_width is {width} and best_of is {params.best_of}; with use_beam_search give one of them",
+            field="sampling.best_of",
+        )
+    _assign(message, "beam_width", width, path)
+    _assign(message, "length_penalty", params.length_penalty, path)
     if params.early_stopping not in _EARLY_STOPPING:
-        path = "sampling.beam_search.early_stopping"
+        path = f"{path}.early_stopping"
         raise InvalidRequestError(f"{path} is {params.early_stopping!r}; it must be False, True or 'never'", field=path)
     message.early_stopping = _EARLY_STOPPING[params.early_stopping]
+
+
+def _check_no_beams(params: SamplingParams) -> None:
+    for field, neutral in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
+        if getattr(params, field) != neutral:
+            raise InvalidRequestError(
+                f"{field} is given without use_beam_search; set use_beam_search to True",
+                field=f"sampling.beam_search.{field}",
+            )
 
 
 def _set_grammar(message: sampling_pb2.Grammar, params: StructuredOutputsParams) -> None:

@@ -6,12 +6,13 @@ contract to them. There is no second engine: what `LLM` answers is what the serv
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack, cast
 
@@ -30,6 +31,7 @@ from octavo.v1 import admin_pb2
 _NOT_OURS = frozenset({"listen", "worker", "host", "port", "grpc_port", "grpc_socket", "ready_file"})
 _SETTINGS = setting_names() - _NOT_OURS
 _SEED_MASK = (1 << 64) - 1
+_PAIR_CHECK_INTERVAL_S = 0.2
 
 _T = TypeVar("_T")
 
@@ -45,7 +47,8 @@ class LLM:
     seed of their own get one derived from it and from how many requests came before: the same calls give the same
     tokens.
 
-    Ctrl-C during a call cancels its requests; the model stays usable. Close it, or use it as a context manager, to
+    Ctrl-C during a call cancels its requests; the model stays usable. A router or worker that dies is started again,
+    and a call that was under way goes on where it was. Close it, or use it as a context manager, to
     give its memory back at once; otherwise that happens when it is dropped or the program ends.
 
     Raises TypeError for an unknown setting, ConfigError for a value out of range, StartError if the model cannot be
@@ -65,7 +68,7 @@ class LLM:
         self._seeds = None if seed is None else map(_derived_seed, itertools.repeat(seed), itertools.count())
         self._pair = _started(worker, router)
         self._loop = BackgroundLoop("octavo-llm")
-        self._client = AsyncClient(self._pair.wait_ready().grpc)
+        self._client = AsyncClient(self._pair.wait_ready().grpc, wait_for_server=True)
         self._finalizer = weakref.finalize(self, _shut_down, self._client, self._loop, self._pair)
 
     def generate(
@@ -106,6 +109,11 @@ class LLM:
         """What the worker, the queue and the KV pool hold now, as the contract's message."""
         self._check_open()
         return self._loop.run(self._client.state())
+
+    def flush_prefix_cache(self) -> int:
+        """Forgets every cached prefix. Returns how many KV blocks became free."""
+        self._check_open()
+        return self._loop.run(self._client.flush_prefix_cache())
 
     @property
     def address(self) -> str:
@@ -149,15 +157,14 @@ class LLM:
         bar = use_tqdm if callable(use_tqdm) else tqdm
         with BatchProgress(len(jobs), bar=bar, enabled=bool(use_tqdm)) as progress:
             try:
-                results = self._loop.run(
-                    run_batch(
-                        self._client,
-                        jobs,
-                        max_concurrency=self._max_concurrency,
-                        keep_going=False,
-                        on_result=progress.take,
-                    )
+                batch = run_batch(
+                    self._client,
+                    jobs,
+                    max_concurrency=self._max_concurrency,
+                    keep_going=False,
+                    on_result=progress.take,
                 )
+                results = self._loop.run(_while_alive(self._pair, batch))
             except UnavailableError as error:
                 if self._pair.error is not None:
                     raise self._pair.error from error
@@ -169,6 +176,20 @@ class LLM:
             raise RequestCancelledError("this LLM is closed; make a new one")
         if self._pair.error is not None:
             raise self._pair.error
+
+
+async def _while_alive(pair: ProcessPair, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of work. Raises what ended the pair as soon as something has: then nobody is left to wait for."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            if pair.error is not None:
+                raise pair.error
+            await asyncio.wait({task}, timeout=_PAIR_CHECK_INTERVAL_S)
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _started(worker: WorkerConfig, router: RouterConfig) -> ProcessPair:

@@ -19,22 +19,27 @@ _FINISH_REASONS: dict[int, FinishReason | None] = {
     inference_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
     inference_pb2.FINISH_REASON_ERROR: "error",
 }
+_FINISH_CODES = {reason: code for code, reason in _FINISH_REASONS.items()}
 
 
 @dataclass
 class _Sample:
-    """What has come of one sample so far."""
+    """What has come of one sample so far. logprob_sum: of the tokens, whose log-probabilities were asked for."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    logprob_sum: float = 0.0
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
 
 class OutputBuilder:
-    """Collects the responses to one request. `add` takes them in order; `output` may be asked for at any time."""
+    """Collects the responses to one request. `add` takes them in order; `output` may be asked for at any time.
+
+    A request that was resumed goes on in the same builder: its responses bring only what is new.
+    """
 
     def __init__(self, request: inference_pb2.GenerateRequest) -> None:
         self._request_id = request.request_id
@@ -42,6 +47,11 @@ class OutputBuilder:
         self._prompt_token_ids = list(request.token_ids.ids) if request.WhichOneof("prompt") == "token_ids" else None
         self._stop_token_ids = frozenset(request.stop.stop_token_ids)
         self._has_logprobs = request.output.HasField("logprobs")
+        sampling = request.sampling
+        # What is chosen by its log-probability comes with it, asked for or not.
+        self._has_cumulative_logprob = (
+            self._has_logprobs or sampling.HasField("beam_search") or sampling.best_of > max(sampling.n, 1)
+        )
         self._has_prompt_logprobs = request.output.HasField("prompt_logprobs")
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         self._samples: dict[int, _Sample] = {}
@@ -77,6 +87,33 @@ class OutputBuilder:
             model_digest=self._model_digest,
         )
 
+    @property
+    def request_id(self) -> str:
+        """The request's name: the server's, once it has said one."""
+        return self._request_id
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last response has come."""
+        return self._usage is not None
+
+    def resume(self) -> inference_pb2.Resume | None:
+        """What a server needs to go on behind what has come; None before it has told what it made of the prompt."""
+        if self._seed is None or self._prompt_token_ids is None:
+            return None
+        resume = inference_pb2.Resume(
+            prompt_token_ids=self._prompt_token_ids, seed=self._seed, model_digest=self._model_digest
+        )
+        for index, sample in sorted(self._samples.items()):
+            resume.samples.add(
+                sample_index=index,
+                token_ids=sample.token_ids,
+                text_byte_count=sum(len(text.encode()) for text in sample.text),
+                finish_reason=_FINISH_CODES[sample.finish_reason],
+                cumulative_logprob=sample.logprob_sum,
+            )
+        return resume
+
     def check_finished(self) -> None:
         """Raises InternalError if the stream has ended without its last response."""
         if self._usage is None:
@@ -87,7 +124,7 @@ class OutputBuilder:
         self._model_digest = prompt.model_digest
         if prompt.token_ids:
             self._prompt_token_ids = list(prompt.token_ids)
-        if self._has_prompt_logprobs:
+        if self._has_prompt_logprobs and self._prompt_logprobs is None:
             self._prompt_logprobs = [entry or None for entry in _logprob_dicts(prompt.logprobs, first_is_empty=True)]
 
     def _take_delta(self, delta: inference_pb2.SampleDelta) -> OutputDelta:
@@ -96,6 +133,8 @@ class OutputBuilder:
         sample.text.append(delta.text)
         sample.token_ids.extend(delta.token_ids)
         sample.logprobs.extend(logprobs)
+        for entry in delta.logprobs:
+            sample.logprob_sum += entry.logprob  # one by one, as the server adds them up
         sample.finish_reason = _FINISH_REASONS.get(delta.finish_reason)
         if sample.finish_reason is not None:
             sample.cumulative_logprob = delta.cumulative_logprob
@@ -123,7 +162,7 @@ class OutputBuilder:
             index=index,
             text="".join(sample.text),
             token_ids=list(sample.token_ids),
-            cumulative_logprob=sample.cumulative_logprob if self._has_logprobs else None,
+            cumulative_logprob=sample.cumulative_logprob if self._has_cumulative_logprob else None,
             logprobs=list(sample.logprobs) if self._has_logprobs else None,
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,

@@ -87,20 +87,6 @@ class StructuredOutputsParams:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BeamSearchParams:
-    """Beam search instead of sampling.
-
-    beam_width: beams kept. length_penalty: scores are divided by generated length to this power. early_stopping: False
-    ends when a better candidate is unlikely, True as soon as `beam_width` candidates have ended, "never" when none can
-    exist.
-    """
-
-    beam_width: int
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are chosen, when a generation stops and what comes back.
 
@@ -108,7 +94,10 @@ class SamplingParams:
     is what fast tokenizers do whatever vLLM is told. For temperature, top_p and top_k, None leaves the value to the
     model's own defaults.
 
-    n: samples to return. best_of: samples to generate, of which the n likeliest are returned.
+    n: samples to return. best_of: samples to generate, of which the n likeliest are returned, best first.
+    use_beam_search: beams instead of sampling, of which the n best are returned; beam_width: how many are kept, where
+    unset best_of, else n; length_penalty: scores are divided by generated length to this power; early_stopping: False
+    ends when a better beam is unlikely, True as soon as beam_width of them have ended, "never" when none can exist.
     temperature: 0 takes the likeliest token. top_p, top_k (0 or -1: all), min_p: cut unlikely tokens off.
     seed: sample i draws from seed + i; None lets the router draw a seed.
     max_tokens: None generates up to the context's end. min_tokens: no end-of-sequence or stop token before this many.
@@ -130,7 +119,10 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
-    beam_search: BeamSearchParams | None = None
+    use_beam_search: bool = False
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     structured_outputs: StructuredOutputsParams | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -193,7 +185,8 @@ class CompletionOutput:
     """One sample.
 
     logprobs: per token, token id to `Logprob`, the sampled token first; None if not asked for. cumulative_logprob: sum
-    over the sample's tokens; None if log-probabilities were not asked for. finish_reason: None while it runs.
+    over the sample's tokens; None unless log-probabilities were asked for, or chose the sample (best_of, beams).
+    finish_reason: None while it runs.
     stop_reason: the stop string or the stop token's id; None at an end-of-sequence token.
     """
 

@@ -12,7 +12,7 @@ import pytest
 
 from octavo.cli import main
 from octavo.errors import InvalidRequestError
-from octavo.v1 import inference_pb2
+from octavo.v1 import inference_pb2, sampling_pb2
 from tests.clients.fake_router import FakeRouter, abort, echo_in_capitals, prompt_text
 
 
@@ -128,3 +128,16 @@ def test_nobody_there_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("octavo: error:") == 1
+
+
+def test_samples_and_beams_are_asked_for(router: FakeRouter, capsys: pytest.CaptureFixture[str]) -> None:
+    generate = ["generate", "--address", router.address, "x", "--no-progress"]
+    assert main([*generate, "--n=2", "--best-of=3"]) == 0
+    assert (router.requests[0].sampling.n, router.requests[0].sampling.best_of) == (2, 3)
+    assert [record["sample"] for record in records(capsys.readouterr().out)] == [0, 1]
+    assert main([*generate, "--beam-width=4", "--length-penalty=0.5", "--early-stopping=never"]) == 0
+    assert router.requests[1].sampling.beam_search == sampling_pb2.BeamSearch(
+        beam_width=4, length_penalty=0.5, early_stopping=sampling_pb2.BEAM_EARLY_STOPPING_NEVER
+    )
+    assert main([*generate, "--length-penalty=0.5"]) == 2
+    assert "--length-penalty is given without --beam-width" in capsys.readouterr().err

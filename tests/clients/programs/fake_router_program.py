@@ -1,6 +1,7 @@
 """Stands in for octavo-router: a FakeRouter at --grpc-socket, which writes --ready-file and ends when it is told to.
 
-With FAKE_ROUTER=stubborn it takes no notice of SIGTERM.
+With FAKE_ROUTER=stubborn it takes no notice of SIGTERM; with FAKE_ROUTER=dies:PATH it dies while it answers, where the
+file PATH exists, which it removes before; with FAKE_ROUTER=exit it complains and exits with 2.
 """
 
 from __future__ import annotations
@@ -9,15 +10,39 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
+
 from octavo.config import RouterConfig
-from tests.clients.fake_router import FakeRouter
+from octavo.v1 import inference_pb2
+from tests.clients.fake_router import FakeRouter, cut_off, echo_in_capitals
+
+kind, _, marker = os.environ.get("FAKE_ROUTER", "").partition(":")
+
+
+def die_once(
+    request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+) -> Iterator[inference_pb2.GenerateResponse]:
+    """Takes the request on and dies, where the marker is."""
+    if not Path(marker).exists():
+        yield from echo_in_capitals(request, context)
+        return
+    Path(marker).unlink()
+    yield next(cut_off(1)(request, context))
+    os.kill(os.getpid(), signal.SIGKILL)
+
 
 flags = dict(argument.removeprefix("--").split("=", 1) for argument in sys.argv[1:] if "=" in argument)
+if kind == "exit":
+    print("octavo-router: error: no address", flush=True)
+    sys.exit(2)
 print("router flags:", *sys.argv[1:], flush=True)
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-with FakeRouter(f"unix:{flags['grpc-socket']}"):
+with FakeRouter(f"unix:{flags['grpc-socket']}") as router:
+    if kind == "dies":
+        router.answer = die_once
     http_port, grpc_port = (
         int(flags.get("port", RouterConfig.port)),
         int(flags.get("grpc-port", RouterConfig.grpc_port)),
@@ -27,7 +52,7 @@ with FakeRouter(f"unix:{flags['grpc-socket']}"):
         "grpc": f"127.0.0.1:{grpc_port or 15051}" if grpc_port >= 0 else None,
     }
     Path(flags["ready-file"]).write_text(json.dumps(addresses))
-    while os.environ.get("FAKE_ROUTER") == "stubborn":
+    while kind == "stubborn":
         signal.pause()
     signal.sigwait({signal.SIGTERM})
 print("router says goodbye", flush=True)

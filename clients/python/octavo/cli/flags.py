@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal
 
 from octavo.config import RouterConfig, WorkerConfig, pair_settings, setting_names
 from octavo.errors import ConfigError
@@ -21,6 +21,8 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("min_p", float, "drop tokens less likely than this share of the likeliest"),
     ("seed", int, "the same seed gives the same tokens"),
 )
+
+_EARLY_STOPPING: dict[str, bool | Literal["never"]] = {"false": False, "true": True, "never": "never"}
 
 
 def add_setting_flags(parser: argparse.ArgumentParser, *, skip: Collection[str] = ()) -> None:
@@ -63,6 +65,47 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int | Non
     group.add_argument(
         "--stop", action="append", metavar="TEXT", help="end where this text appears; may be given several times"
     )
+
+
+def add_samples_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds how many answers a prompt gets, and how they are chosen."""
+    group = parser.add_argument_group("samples", "How many answers a prompt gets, and beams instead of sampling.")
+    group.add_argument("--n", type=int, default=1, metavar="INT", help="answers for each prompt (default: 1)")
+    group.add_argument(
+        "--best-of",
+        type=int,
+        metavar="INT",
+        help="samples to generate, of which the n likeliest are answers (default: n)",
+    )
+    group.add_argument("--beam-width", type=int, metavar="INT", help="beam search with this many beams, not sampling")
+    group.add_argument(
+        "--length-penalty",
+        type=float,
+        metavar="FLOAT",
+        help="beams: scores are divided by length to this power (default: 1)",
+    )
+    group.add_argument(
+        "--early-stopping",
+        choices=tuple(_EARLY_STOPPING),
+        help="beams: end when a better one is unlikely, when beam-width of them have ended, or when no better one can "
+        "exist (default: false)",
+    )
+
+
+def samples_of(args: argparse.Namespace, params: SamplingParams) -> SamplingParams:
+    """params with the number of answers and how they are chosen. Raises ConfigError for half a beam search."""
+    params = dataclasses.replace(params, n=args.n, best_of=args.best_of)
+    given = {
+        name: getattr(args, name) for name in ("length_penalty", "early_stopping") if getattr(args, name) is not None
+    }
+    if args.beam_width is None:
+        for name in given:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} is given without --beam-width, which asks for beam search")
+        return params
+    if "early_stopping" in given:
+        given["early_stopping"] = _EARLY_STOPPING[given["early_stopping"]]
+    return dataclasses.replace(params, use_beam_search=True, beam_width=args.beam_width, **given)
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:

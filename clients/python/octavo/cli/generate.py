@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TextIO
 
 from octavo.async_client import AsyncClient
 from octavo.batch import BatchProgress, Job, Result, run_batch
-from octavo.cli.flags import add_sampling_flags, sampling_of
+from octavo.cli.flags import add_samples_flags, add_sampling_flags, samples_of, sampling_of
 from octavo.cli.prompt_input import OrderedWriter, is_json_lines, json_job, plain_job
 from octavo.cli.server_choice import add_server_flags, chosen_server
 from octavo.errors import ConfigError, OctavoError
@@ -51,9 +50,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="INT",
         help=f"most requests under way at a time (default: {_DEFAULT_CONCURRENCY})",
     )
-    parser.add_argument("--n", type=int, default=1, metavar="INT", help="samples for each prompt (default: 1)")
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
     add_sampling_flags(parser, max_tokens=_DEFAULT_MAX_TOKENS)
+    add_samples_flags(parser)
     add_server_flags(parser)
     parser.set_defaults(run=run)
 
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """Generates for all prompts. Returns 1 if one failed."""
     if args.concurrency < 1:
         raise ConfigError(f"concurrency is {args.concurrency}; it must be at least 1")
-    params = dataclasses.replace(sampling_of(args), n=args.n)
+    params = samples_of(args, sampling_of(args))
     jobs = _jobs(args, params)
     if not jobs:
         raise ConfigError("there are no prompts; give them as arguments, by --input FILE or on stdin")
@@ -75,7 +74,7 @@ async def _generate(
 ) -> int:
     writer = OrderedWriter(target)
     places = [index for index, job in enumerate(jobs) if not isinstance(job, OctavoError)]
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, wait_for_server=True) as client:
         await client.health(timeout=_HEALTH_TIMEOUT_S)  # one error, rather than the same one for each prompt
         with BatchProgress(len(jobs), enabled=show_progress) as progress:
 

@@ -12,7 +12,7 @@ from octavo.errors import InvalidRequestError, OctavoError, OverloadedError
 from octavo.types import RequestOutput, SamplingParams
 
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
-_PARAMS = frozenset(spec.name for spec in dataclasses.fields(SamplingParams)) - {"beam_search", "structured_outputs"}
+_PARAMS = frozenset(spec.name for spec in dataclasses.fields(SamplingParams)) - {"structured_outputs"}
 
 
 def is_json_lines(lines: Iterable[str]) -> bool:

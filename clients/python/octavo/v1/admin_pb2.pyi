@@ -103,3 +103,13 @@ class DrainResponse(_message.Message):
     REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
     request_count: int
     def __init__(self, request_count: _Optional[int] = ...) -> None: ...
+
+class FlushPrefixCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushPrefixCacheResponse(_message.Message):
+    __slots__ = ("block_count",)
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    block_count: int
+    def __init__(self, block_count: _Optional[int] = ...) -> None: ...

@@ -45,6 +45,11 @@ class AdminServiceStub(object):
                 request_serializer=octavo_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=octavo_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.FlushPrefixCache = channel.unary_unary(
+                '/octavo.v1.AdminService/FlushPrefixCache',
+                request_serializer=octavo_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.SerializeToString,
+                response_deserializer=octavo_dot_v1_dot_admin__pb2.FlushPrefixCacheResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -65,6 +70,13 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FlushPrefixCache(self, request, context):
+        """Forgets every cached prefix, on both tiers. Running requests keep their blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +89,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=octavo_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=octavo_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'FlushPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushPrefixCache,
+                    request_deserializer=octavo_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.FromString,
+                    response_serializer=octavo_dot_v1_dot_admin__pb2.FlushPrefixCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -134,6 +151,33 @@ class AdminService(object):
             '/octavo.v1.AdminService/Drain',
             octavo_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             octavo_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/octavo.v1.AdminService/FlushPrefixCache',
+            octavo_dot_v1_dot_admin__pb2.FlushPrefixCacheRequest.SerializeToString,
+            octavo_dot_v1_dot_admin__pb2.FlushPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class AdminServiceStub:
     """Tells what the router's workers, queues and KV pools hold right now."""
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
     """Refuses new requests from now on and lets running ones finish. Idempotent."""
+    FlushPrefixCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlushPrefixCacheRequest, _admin_pb2.FlushPrefixCacheResponse]
+    """Forgets every cached prefix, on both tiers. Running requests keep their blocks."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -47,6 +49,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Tells what the router's workers, queues and KV pools hold right now."""
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
     """Refuses new requests from now on and lets running ones finish. Idempotent."""
+    FlushPrefixCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlushPrefixCacheRequest, _admin_pb2.FlushPrefixCacheResponse]  # type: ignore[assignment]
+    """Forgets every cached prefix, on both tiers. Running requests keep their blocks."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """Looks into a router and steers it."""
@@ -66,5 +70,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
         """Refuses new requests from now on and lets running ones finish. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def FlushPrefixCache(
+        self,
+        request: _admin_pb2.FlushPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.FlushPrefixCacheResponse, _abc.Awaitable[_admin_pb2.FlushPrefixCacheResponse]]:
+        """Forgets every cached prefix, on both tiers. Running requests keep their blocks."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,17 +26,17 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from octavo.v1 import sampling_pb2 as octavo_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19octavo/v1/inference.proto\x12\toctavo.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18octavo/v1/sampling.proto\"\x89\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.octavo.v1.TokenIdsH\x00\x12%\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x15.octavo.v1.ChatPromptH\x00\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12\'\n\x04stop\x18\x07 \x01(\x0b\x32\x19.octavo.v1.StopConditions\x12(\n\x06output\x18\x08 \x01(\x0b\x32\x18.octavo.v1.OutputOptions\x12!\n\x06resume\x18\t \x01(\x0b\x32\x11.octavo.v1.Resume\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x0e\n\x06tenant\x18\r \x01(\tB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xac\x02\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.octavo.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x15\n\rchat_template\x18\x04 \x01(\t\x12\x33\n\x12template_variables\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x1e\n\x05tools\x18\x06 \x03(\x0b\x32\x0f.octavo.v1.Tool\x12*\n\x0btool_choice\x18\x07 \x01(\x0b\x32\x15.octavo.v1.ToolChoiceB\x18\n\x16_add_generation_prompt\"\xa8\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12-\n\rcontent_parts\x18\x03 \x03(\x0b\x32\x16.octavo.v1.ContentPart\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\'\n\ntool_calls\x18\x05 \x03(\x0b\x32\x13.octavo.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\"%\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x42\x06\n\x04part\"V\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12+\n\nparameters\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"C\n\nToolChoice\x12\'\n\x04mode\x18\x01 \x01(\x0e\x32\x19.octavo.v1.ToolChoiceMode\x12\x0c\n\x04name\x18\x02 \x01(\t\"q\n\x06Resume\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\t\x12)\n\x07samples\x18\x04 \x03(\x0b\x32\x18.octavo.v1.ResumedSample\"\x81\x01\n\rResumedSample\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x17\n\x0ftext_byte_count\x18\x03 \x01(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.octavo.v1.FinishReason\"\xa5\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12%\n\x06prompt\x18\x03 \x01(\x0b\x32\x15.octavo.v1.PromptInfo\x12&\n\x06\x64\x65ltas\x18\x04 \x03(\x0b\x32\x16.octavo.v1.SampleDelta\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.octavo.v1.Usage\"\x84\x01\n\nPromptInfo\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.octavo.v1.TokenLogprobs\"\xfb\x01\n\x0bSampleDelta\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.octavo.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x16\n\x0cmatched_stop\x18\x06 \x01(\tH\x00\x12\x1a\n\x10matched_token_id\x18\x07 \x01(\rH\x00\x12\x1a\n\x12\x63umulative_logprob\x18\x08 \x01(\x01\x42\t\n\x07matched\"V\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\"\n\x03top\x18\x03 \x03(\x0b\x32\x15.octavo.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"_\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\r\x12\x1e\n\x16\x63ompletion_token_count\x18\x02 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\r\"\x98\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x15.octavo.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.octavo.v1.Model\"\x83\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x16\n\x0e\x63reated_unix_s\x18\x06 \x01(\x03*\xa3\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x12\x1a\n\x16TOOL_CHOICE_MODE_NAMED\x10\x04*\x96\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\xb4\x02\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.octavo.v1.GenerateRequest\x1a\x1b.octavo.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.octavo.v1.TokenizeRequest\x1a\x1b.octavo.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.octavo.v1.DetokenizeRequest\x1a\x1d.octavo.v1.DetokenizeResponse\x12I\n\nListModels\x12\x1c.octavo.v1.ListModelsRequest\x1a\x1d.octavo.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19octavo/v1/inference.proto\x12\toctavo.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x18octavo/v1/sampling.proto\"\x89\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.octavo.v1.TokenIdsH\x00\x12%\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x15.octavo.v1.ChatPromptH\x00\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.octavo.v1.SamplingParams\x12\'\n\x04stop\x18\x07 \x01(\x0b\x32\x19.octavo.v1.StopConditions\x12(\n\x06output\x18\x08 \x01(\x0b\x32\x18.octavo.v1.OutputOptions\x12!\n\x06resume\x18\t \x01(\x0b\x32\x11.octavo.v1.Resume\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\t\x12\x0e\n\x06tenant\x18\r \x01(\tB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xac\x02\n\nChatPrompt\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.octavo.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x15\n\rchat_template\x18\x04 \x01(\t\x12\x33\n\x12template_variables\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x1e\n\x05tools\x18\x06 \x03(\x0b\x32\x0f.octavo.v1.Tool\x12*\n\x0btool_choice\x18\x07 \x01(\x0b\x32\x15.octavo.v1.ToolChoiceB\x18\n\x16_add_generation_prompt\"\xa8\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12-\n\rcontent_parts\x18\x03 \x03(\x0b\x32\x16.octavo.v1.ContentPart\x12\x0c\n\x04name\x18\x04 \x01(\t\x12\'\n\ntool_calls\x18\x05 \x03(\x0b\x32\x13.octavo.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x06 \x01(\t\"%\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x42\x06\n\x04part\"V\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12+\n\nparameters\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"<\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x61rguments_json\x18\x03 \x01(\t\"C\n\nToolChoice\x12\'\n\x04mode\x18\x01 \x01(\x0e\x32\x19.octavo.v1.ToolChoiceMode\x12\x0c\n\x04name\x18\x02 \x01(\t\"q\n\x06Resume\x12\x18\n\x10prompt_token_ids\x18\x01 \x03(\r\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x14\n\x0cmodel_digest\x18\x03 \x01(\t\x12)\n\x07samples\x18\x04 \x03(\x0b\x32\x18.octavo.v1.ResumedSample\"\x9d\x01\n\rResumedSample\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x17\n\x0ftext_byte_count\x18\x03 \x01(\r\x12.\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x1a\n\x12\x63umulative_logprob\x18\x05 \x01(\x01\"\xa5\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12%\n\x06prompt\x18\x03 \x01(\x0b\x32\x15.octavo.v1.PromptInfo\x12&\n\x06\x64\x65ltas\x18\x04 \x03(\x0b\x32\x16.octavo.v1.SampleDelta\x12\x1f\n\x05usage\x18\x05 \x01(\x0b\x32\x10.octavo.v1.Usage\"\x84\x01\n\nPromptInfo\x12\x0c\n\x04seed\x18\x01 \x01(\x04\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.octavo.v1.TokenLogprobs\"\xfb\x01\n\x0bSampleDelta\x12\x14\n\x0csample_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.octavo.v1.TokenLogprobs\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.octavo.v1.FinishReason\x12\x16\n\x0cmatched_stop\x18\x06 \x01(\tH\x00\x12\x1a\n\x10matched_token_id\x18\x07 \x01(\rH\x00\x12\x1a\n\x12\x63umulative_logprob\x18\x08 \x01(\x01\x42\t\n\x07matched\"V\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\"\n\x03top\x18\x03 \x03(\x0b\x32\x15.octavo.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"_\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\r\x12\x1e\n\x16\x63ompletion_token_count\x18\x02 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\r\"\x98\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12%\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x15.octavo.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05inputB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"R\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.octavo.v1.Model\"\x83\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x16\n\x0e\x63reated_unix_s\x18\x06 \x01(\x03*\xa3\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03\x12\x1a\n\x16TOOL_CHOICE_MODE_NAMED\x10\x04*\x96\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1c\n\x18\x46INISH_REASON_TOOL_CALLS\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x32\xb4\x02\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.octavo.v1.GenerateRequest\x1a\x1b.octavo.v1.GenerateResponse0\x01\x12\x43\n\x08Tokenize\x12\x1a.octavo.v1.TokenizeRequest\x1a\x1b.octavo.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.octavo.v1.DetokenizeRequest\x1a\x1d.octavo.v1.DetokenizeResponse\x12I\n\nListModels\x12\x1c.octavo.v1.ListModelsRequest\x1a\x1d.octavo.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'octavo.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TOOLCHOICEMODE']._serialized_start=2836
-  _globals['_TOOLCHOICEMODE']._serialized_end=2999
-  _globals['_FINISHREASON']._serialized_start=3002
-  _globals['_FINISHREASON']._serialized_end=3152
+  _globals['_TOOLCHOICEMODE']._serialized_start=2864
+  _globals['_TOOLCHOICEMODE']._serialized_end=3027
+  _globals['_FINISHREASON']._serialized_start=3030
+  _globals['_FINISHREASON']._serialized_end=3180
   _globals['_GENERATEREQUEST']._serialized_start=97
   _globals['_GENERATEREQUEST']._serialized_end=490
   _globals['_TOKENIDS']._serialized_start=492
@@ -56,33 +56,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESUME']._serialized_start=1249
   _globals['_RESUME']._serialized_end=1362
   _globals['_RESUMEDSAMPLE']._serialized_start=1365
-  _globals['_RESUMEDSAMPLE']._serialized_end=1494
-  _globals['_GENERATERESPONSE']._serialized_start=1497
-  _globals['_GENERATERESPONSE']._serialized_end=1662
-  _globals['_PROMPTINFO']._serialized_start=1665
-  _globals['_PROMPTINFO']._serialized_end=1797
-  _globals['_SAMPLEDELTA']._serialized_start=1800
-  _globals['_SAMPLEDELTA']._serialized_end=2051
-  _globals['_TOKENLOGPROBS']._serialized_start=2053
-  _globals['_TOKENLOGPROBS']._serialized_end=2139
-  _globals['_TOPLOGPROB']._serialized_start=2141
-  _globals['_TOPLOGPROB']._serialized_end=2188
-  _globals['_USAGE']._serialized_start=2190
-  _globals['_USAGE']._serialized_end=2285
-  _globals['_TOKENIZEREQUEST']._serialized_start=2288
-  _globals['_TOKENIZEREQUEST']._serialized_end=2440
-  _globals['_TOKENIZERESPONSE']._serialized_start=2442
-  _globals['_TOKENIZERESPONSE']._serialized_end=2502
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2504
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2586
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2588
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2622
-  _globals['_LISTMODELSREQUEST']._serialized_start=2624
-  _globals['_LISTMODELSREQUEST']._serialized_end=2643
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2645
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2699
-  _globals['_MODEL']._serialized_start=2702
-  _globals['_MODEL']._serialized_end=2833
-  _globals['_INFERENCESERVICE']._serialized_start=3155
-  _globals['_INFERENCESERVICE']._serialized_end=3463
+  _globals['_RESUMEDSAMPLE']._serialized_end=1522
+  _globals['_GENERATERESPONSE']._serialized_start=1525
+  _globals['_GENERATERESPONSE']._serialized_end=1690
+  _globals['_PROMPTINFO']._serialized_start=1693
+  _globals['_PROMPTINFO']._serialized_end=1825
+  _globals['_SAMPLEDELTA']._serialized_start=1828
+  _globals['_SAMPLEDELTA']._serialized_end=2079
+  _globals['_TOKENLOGPROBS']._serialized_start=2081
+  _globals['_TOKENLOGPROBS']._serialized_end=2167
+  _globals['_TOPLOGPROB']._serialized_start=2169
+  _globals['_TOPLOGPROB']._serialized_end=2216
+  _globals['_USAGE']._serialized_start=2218
+  _globals['_USAGE']._serialized_end=2313
+  _globals['_TOKENIZEREQUEST']._serialized_start=2316
+  _globals['_TOKENIZEREQUEST']._serialized_end=2468
+  _globals['_TOKENIZERESPONSE']._serialized_start=2470
+  _globals['_TOKENIZERESPONSE']._serialized_end=2530
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2532
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2614
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2616
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2650
+  _globals['_LISTMODELSREQUEST']._serialized_start=2652
+  _globals['_LISTMODELSREQUEST']._serialized_end=2671
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2673
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2727
+  _globals['_MODEL']._serialized_start=2730
+  _globals['_MODEL']._serialized_end=2861
+  _globals['_INFERENCESERVICE']._serialized_start=3183
+  _globals['_INFERENCESERVICE']._serialized_end=3491
 # @@protoc_insertion_point(module_scope)

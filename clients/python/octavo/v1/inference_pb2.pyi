@@ -152,16 +152,18 @@ class Resume(_message.Message):
     def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., model_digest: _Optional[str] = ..., samples: _Optional[_Iterable[_Union[ResumedSample, _Mapping]]] = ...) -> None: ...
 
 class ResumedSample(_message.Message):
-    __slots__ = ("sample_index", "token_ids", "text_byte_count", "finish_reason")
+    __slots__ = ("sample_index", "token_ids", "text_byte_count", "finish_reason", "cumulative_logprob")
     SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_BYTE_COUNT_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     sample_index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text_byte_count: int
     finish_reason: FinishReason
-    def __init__(self, sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text_byte_count: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ...) -> None: ...
+    cumulative_logprob: float
+    def __init__(self, sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text_byte_count: _Optional[int] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., cumulative_logprob: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "model", "prompt", "deltas", "usage")

@@ -73,6 +73,9 @@ class InferenceServiceServicer(object):
 
     def Generate(self, request, context):
         """Generates and streams what is generated. Cancelling the call releases the request's memory.
+
+        Initial metadata "octavo-accepted" is sent as soon as the request is accepted: a caller who asked for one response
+        at the end, and loses the connection, knows by it that the request is worth sending again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

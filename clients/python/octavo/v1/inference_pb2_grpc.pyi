@@ -40,7 +40,11 @@ class InferenceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Generates and streams what is generated. Cancelling the call releases the request's memory."""
+    """Generates and streams what is generated. Cancelling the call releases the request's memory.
+
+    Initial metadata "octavo-accepted" is sent as soon as the request is accepted: a caller who asked for one response
+    at the end, and loses the connection, knows by it that the request is worth sending again.
+    """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Turns text or chat messages into the served model's token ids."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
@@ -60,7 +64,11 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates and streams what is generated. Cancelling the call releases the request's memory."""
+    """Generates and streams what is generated. Cancelling the call releases the request's memory.
+
+    Initial metadata "octavo-accepted" is sent as soon as the request is accepted: a caller who asked for one response
+    at the end, and loses the connection, knows by it that the request is worth sending again.
+    """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text or chat messages into the served model's token ids."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -83,7 +91,11 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Generates and streams what is generated. Cancelling the call releases the request's memory."""
+        """Generates and streams what is generated. Cancelling the call releases the request's memory.
+
+        Initial metadata "octavo-accepted" is sent as soon as the request is accepted: a caller who asked for one response
+        at the end, and loses the connection, knows by it that the request is worth sending again.
+        """
 
     @_abc_1.abstractmethod
     def Tokenize(
