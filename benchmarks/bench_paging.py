@@ -1,7 +1,7 @@
 """What paging the KV memory gains: Octavo against slots of the maximum length with static batches, in one run.
 
     make bench-paging
-    python benchmarks/bench_paging.py --requests 96
+    python benchmarks/bench_paging.py --scale 1 --requests 48
 
 All sides are the same server, the same kernels and the same KV memory: four sequences of the maximum length. With
 slots, that memory holds four requests, since each reserves the maximum length in one piece; they run as a static batch,
@@ -226,7 +226,7 @@ async def run_trace(served: Served, front: Front, trace: Sequence[Lengths]) -> T
     return TraceResult(seconds, num_tokens / seconds, meter.live_share, mean_live)
 
 
-async def run_long(front: Front, trace: Sequence[Lengths], num_clients: int, scale: float) -> LongResult:
+async def run_long(front: Front, trace: Sequence[Lengths], num_clients: int) -> LongResult:
     """Clients send one short request behind the other; when half of them are answered, the long one arrives."""
     pending = deque(zip(random_prompts("short", [lengths.context for lengths in trace]), trace, strict=True))
     due = len(trace) // 2
@@ -241,9 +241,9 @@ async def run_long(front: Front, trace: Sequence[Lengths], num_clients: int, sca
                 half.set()
 
     async def long_request() -> Running:
-        (prompt,) = random_prompts("long", [round(LONG_CONTEXT * scale)])
+        (prompt,) = random_prompts("long", [LONG_CONTEXT])
         await half.wait()
-        return await front.ask(prompt, max(1, round(LONG_GENERATED * scale)))
+        return await front.ask(prompt, LONG_GENERATED)
 
     arrival = asyncio.create_task(long_request())
     await asyncio.gather(*(client() for _ in range(num_clients)))
@@ -366,7 +366,7 @@ def measure(served: Served, args: argparse.Namespace) -> Results:
         traced[front.name] = served.run(run_trace(served, front, trace[: args.requests]))
         print(f"  trace  {front.name:<13} {traced[front.name]}", flush=True)
         served.run(flush(served))
-        long[front.name] = served.run(run_long(front, short, args.clients, args.scale))
+        long[front.name] = served.run(run_long(front, short, args.clients))
         print(f"  long   {front.name:<13} {long[front.name]}", flush=True)
     mean = Lengths(
         sum(lengths.context for lengths in trace) // len(trace),
@@ -388,10 +388,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=None, help="a GGUF file or a folder; unset: the default model")
     parser.add_argument("--dtype", default="bfloat16", help="data type")
     parser.add_argument("--threads", type=int, default=2, help="compute threads")
-    parser.add_argument("--requests", type=int, default=64, help="requests of the trace")
-    parser.add_argument("--short-requests", type=int, default=48, help="requests around the long one")
-    parser.add_argument("--clients", type=int, default=16, help="clients that send them")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor on all lengths but the maximum")
+    parser.add_argument("--requests", type=int, default=96, help="requests of the trace")
+    parser.add_argument("--short-requests", type=int, default=96, help="requests around the long one")
+    parser.add_argument("--clients", type=int, default=32, help="clients that send them")
+    parser.add_argument("--scale", type=float, default=0.5, help="factor on the lengths of the trace")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder for the JSON file")
     parser.add_argument("--plot", type=Path, default=None, help="SVG file for the plot; unset: beside the JSON file")
     return parser.parse_args()

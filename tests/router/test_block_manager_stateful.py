@@ -17,8 +17,8 @@ from tests.router.test_block_manager import BlockManagerMachine
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 SEARCH = settings(
-    max_examples=300,
-    stateful_step_count=40,
+    max_examples=5000,
+    stateful_step_count=60,
     deadline=None,
     database=None,
     derandomize=True,
