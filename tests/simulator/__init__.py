@@ -1,4 +1,4 @@
-"""A simulator of the router's core: the real scheduler, a pretended worker, virtual time, and everything that goes wrong.
+"""A simulator of the router's core: the real scheduler, a pretended worker, virtual time, and all that goes wrong.
 
 trace.py       lengths and gaps of production traffic
 scenario.py    one run's settings, drawn from its seed
