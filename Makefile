@@ -18,11 +18,14 @@ SETUP_INPUTS := scripts/setup.py pyproject.toml constraints.txt $(wildcard */pyp
 PROTOS := $(shell find protos -name '*.proto' | sort)
 SOURCES := clients/python/octavo router/octavo_router worker/octavo_worker kernels/octavo_kernels
 
+# The tests of other people's clients start the server with this interpreter.
+SERVED_BY := OCTAVO_PYTHON=$(abspath $(BIN)/python)
+
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev serve test test-full simulate check format proto bench bench-paging bench-prefix up clean
+.PHONY: help setup setup-dev serve test test-full test-ecosystem test-ecosystem-heavy simulate check format proto proto-clients bench bench-paging bench-prefix bench-structured up clean
 
 help: ## Shows the targets.
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
 
 $(VENV)/.runtime: $(SETUP_INPUTS)
 	$(PYTHON) scripts/setup.py --venv $(VENV)
@@ -38,10 +41,18 @@ serve: $(VENV)/.runtime ## Serves MODEL (the default model) over HTTP and gRPC. 
 	@$(BIN)/octavo serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.dev ## Runs the tests. ARGS="tests/router -k stop"
-	$(BIN)/python -m pytest -m "not full" $(ARGS)
+	$(BIN)/python -m pytest -m "not full" --ignore tests/ecosystem $(ARGS)
 
 test-full: $(VENV)/.dev ## Runs the whole matrix of equality tests as well. Takes long.
-	$(BIN)/python -m pytest --timeout 3600 $(ARGS)
+	$(BIN)/python -m pytest --timeout 3600 --ignore tests/ecosystem $(ARGS)
+
+test-ecosystem: $(VENV)/.runtime ## Runs other people's clients (openai, langchain, Node, schemathesis, buf curl) against a served model.
+	$(PYTHON) scripts/setup.py --venv .venv-ecosystem --peer ecosystem
+	$(SERVED_BY) .venv-ecosystem/bin/python -m pytest --confcutdir tests/ecosystem tests/ecosystem -m "not full" $(ARGS)
+
+test-ecosystem-heavy: $(VENV)/.runtime ## The same with aiperf, guidellm and lm-eval, which bring torch.
+	$(PYTHON) scripts/setup.py --venv .venv-ecosystem-heavy --peer ecosystem-heavy
+	$(SERVED_BY) .venv-ecosystem-heavy/bin/python -m pytest --confcutdir tests/ecosystem tests/ecosystem $(ARGS)
 
 simulate: $(VENV)/.dev ## Simulates the router's core. SEEDS=2000 (a count), SEEDS=9000:9040 (a range), ARGS="--trace"
 	$(BIN)/python -m tests.simulator.run --seeds $(SEEDS) $(ARGS)
@@ -62,6 +73,9 @@ format: $(VENV)/.dev ## Formats Python and protos.
 proto: $(VENV)/.dev ## Generates the Python stubs from protos/.
 	$(BIN)/python scripts/generate_stubs.py clients/python
 
+proto-clients: $(VENV)/.dev ## Generates the Go and TypeScript stubs, where their generators are installed.
+	$(BIN)/python scripts/generate_client_stubs.py
+
 bench: $(VENV)/.runtime ## Compares speed side by side with transformers, in one run.
 	$(PYTHON) scripts/setup.py --venv .venv-bench --peer transformers
 	$(BIN)/python benchmarks/bench_serving.py --peer-python .venv-bench/bin/python $(ARGS)
@@ -72,9 +86,13 @@ bench-paging: $(VENV)/.runtime ## Compares paged KV memory with slots of the max
 bench-prefix: $(VENV)/.runtime ## Measures the time to the first token behind a cached prefix.
 	$(BIN)/python benchmarks/bench_prefix.py $(ARGS)
 
+bench-structured: $(VENV)/.runtime ## Measures what a JSON schema costs in throughput.
+	$(BIN)/python benchmarks/bench_structured.py $(ARGS)
+
 up: ## Builds the images and starts router and worker in containers.
 	@if docker compose version >/dev/null 2>&1; then docker compose up --build $(ARGS); else docker-compose up --build $(ARGS); fi
 
 clean: ## Removes .venv and everything built.
-	rm -rf $(VENV) .venv-bench build */build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-bench .venv-ecosystem .venv-ecosystem-heavy build */build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf clients/typescript/node_modules clients/typescript/dist
 	find . -name __pycache__ -o -name '*.egg-info' -o -name '*.so' -not -path './.git/*' | xargs rm -rf

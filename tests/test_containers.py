@@ -8,6 +8,7 @@ import http.server
 import importlib.util
 import re
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ import yaml
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from octavo.config import RouterConfig, WorkerConfig
+from octavo.tls import link_identity
+from tests.certificates import make_certificates
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
@@ -109,6 +112,14 @@ class TestComposeFiles:
         assert services["worker"]["networks"] == ["backend"]
         assert services["router"]["networks"] == ["frontend", "backend"]
 
+    def test_router_and_worker_share_a_token(self) -> None:
+        services = compose("docker-compose.yml")["services"]
+        for service in services.values():
+            assert "OCTAVO_WORKER_TOKEN_FILE=/var/lib/octavo/worker.token" in service["environment"]
+        assert "link:/var/lib/octavo" in services["worker"]["volumes"]
+        assert services["router"]["volumes"] == ["link:/var/lib/octavo:ro"]
+        assert "/var/lib/octavo" in stages()["base"]
+
     def test_a_stop_takes_longer_than_the_routers_grace_period(self) -> None:
         for service in compose("docker-compose.yml")["services"].values():
             seconds = float(service["stop_grace_period"].removesuffix("s"))
@@ -191,7 +202,7 @@ class TestInstallScript:
 
 
 @contextmanager
-def http_server(status: int) -> Iterator[int]:
+def http_server(status: int, tls: ssl.SSLContext | None = None) -> Iterator[int]:
     """A server that answers every GET with one status. Gives its port."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -204,6 +215,8 @@ def http_server(status: int) -> Iterator[int]:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server.server_port
@@ -212,13 +225,15 @@ def http_server(status: int) -> Iterator[int]:
 
 
 @contextmanager
-def grpc_server(status: int) -> Iterator[int]:
+def grpc_server(
+    status: int, credentials: grpc.ServerCredentials | None = None, *, address: str = "127.0.0.1:0"
+) -> Iterator[int]:
     """A server with grpc.health.v1 alone. Gives its port."""
     server = grpc.server(futures.ThreadPoolExecutor(1))
     servicer = health.HealthServicer()
     servicer.set("", status)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     server.start()
     yield port
     server.stop(None).wait()
@@ -254,7 +269,7 @@ class TestHealthcheckScript:
 
     def test_addresses_without_variables_are_the_programs_defaults(self, healthcheck: ModuleType) -> None:
         assert healthcheck.worker_target({}) == WorkerConfig().listen
-        assert healthcheck.router_url({}) == f"http://127.0.0.1:{RouterConfig().port}/health"
+        assert healthcheck.router_url({}) == f"http://127.0.0.1:{RouterConfig().port}/ready"
 
     def test_router_that_answers_200_is_healthy(self, healthcheck: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         with http_server(200) as port:
@@ -295,6 +310,44 @@ class TestHealthcheckScript:
             monkeypatch.setenv("OCTAVO_LISTEN", f"0.0.0.0:{port}")
             assert healthcheck.main(["worker"]) == 1
         assert "answers NOT_SERVING" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("mutual", [False, True])
+    def test_router_over_tls(
+        self, healthcheck: ModuleType, mutual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        files = make_certificates(tmp_path)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(files.server_chain, files.server_key)
+        if mutual:
+            context.load_verify_locations(files.authority)
+            context.verify_mode = ssl.CERT_REQUIRED
+            monkeypatch.setenv("OCTAVO_SSL_CA_CERTS", str(files.authority))
+        monkeypatch.setenv("OCTAVO_SSL_KEYFILE", str(files.server_key))
+        monkeypatch.setenv("OCTAVO_SSL_CERTFILE", str(files.server_chain))
+        with http_server(200, context) as port:
+            monkeypatch.setenv("OCTAVO_PORT", str(port))
+            assert healthcheck.main(["router"]) == 0
+
+    def test_router_with_a_unix_socket_is_asked_there(
+        self, healthcheck: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("OCTAVO_GRPC_SOCKET", str(tmp_path / "router.sock"))
+        with grpc_server(health_pb2.HealthCheckResponse.SERVING, address=f"unix:{tmp_path}/router.sock"):
+            assert healthcheck.main(["router"]) == 0
+        assert healthcheck.main(["router"]) == 1
+
+    def test_worker_over_tls_whose_certificate_names_another_host(
+        self, healthcheck: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        files = make_certificates(tmp_path, server_names=("worker",))
+        monkeypatch.setenv("OCTAVO_WORKER_SSL_KEYFILE", str(files.server_key))
+        monkeypatch.setenv("OCTAVO_WORKER_SSL_CERTFILE", str(files.server_chain))
+        monkeypatch.setenv("OCTAVO_WORKER_SSL_CA_CERTS", str(files.authority))
+        identity = link_identity(WorkerConfig.from_values({}))
+        assert identity is not None
+        with grpc_server(health_pb2.HealthCheckResponse.SERVING, identity.server_credentials()) as port:
+            monkeypatch.setenv("OCTAVO_LISTEN", f"0.0.0.0:{port}")
+            assert healthcheck.main(["worker"]) == 0
 
     def test_wrong_arguments_exit_2(self, healthcheck: ModuleType) -> None:
         assert healthcheck.main(["client"]) == 2

@@ -190,3 +190,12 @@ class Backend(Protocol):
         Returns (S,) int64; -1 for a row that has a NaN, a +inf or nothing but -inf, so that its sequence alone fails.
         """
         ...
+
+    def ban_tokens(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        """logits[rows[i], v] = -inf for every id v whose bit in masks[i] is 0. Mutates logits.
+
+        logits: (S, vocab) fp32; rows: (n,) int64, all different; masks: (n, words) int32 with at least vocab / 32
+        words, in which bit v % 32 of word v // 32, the lowest first, stands for id v. Bits beyond the vocabulary are
+        not looked at.
+        """
+        ...

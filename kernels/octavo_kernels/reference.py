@@ -142,6 +142,19 @@ class ReferenceBackend:
         ids = _first_argmax(scores)
         return torch.where(top[:, 0].isfinite(), ids, -1)
 
+    def ban_tokens(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        vocab = logits.shape[1]
+        wrong_shape = masks.dim() != 2 or len(masks) != len(rows) or masks.shape[1] * 32 < vocab
+        if masks.dtype is not torch.int32 or wrong_shape:
+            raise InvalidArgumentError(
+                f"masks has shape {tuple(masks.shape)} and dtype {masks.dtype}; "
+                f"({len(rows)}, {-(-vocab // 32)} or more) of torch.int32 is needed"
+            )
+        _check_range("row", rows, logits.shape[0])
+        bits = (masks.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
+        banned = bits.flatten(1)[:, :vocab] == 0
+        logits[rows] = logits[rows].masked_fill(banned, float("-inf"))
+
 
 def _runs(sources: list[int], targets: list[int]) -> Iterator[tuple[int, int, int]]:
     """(source, target, length) of the stretches in which both ids grow by one: each is one copy."""

@@ -45,6 +45,8 @@ class Batch:
 
     def start(self, sequence: Sequence) -> None:
         """A waiting sequence joins the batch."""
+        if not sequence.group.is_admitted:
+            self.waiting.admit(sequence.group)
         self.waiting.remove(sequence)
         sequence.status = SequenceStatus.RUNNING
         self.running.add(sequence)

@@ -59,11 +59,15 @@ class ChatTemplate:
         self._environment = _Environment(now)
         self._template: jinja2.Template | None = None
         self._takes_parts = False
+        self.takes_tools = False
+        """Whether the template does anything with tools."""
         if not source:
             return
         try:
             self._template = self._environment.from_string(source)
-            self._takes_parts = _takes_parts_only(self._environment.parse(source))
+            tree = self._environment.parse(source)
+            self._takes_parts = _takes_parts_only(tree)
+            self.takes_tools = any(name.name == "tools" for name in tree.find_all(nodes.Name))
         except jinja2.TemplateSyntaxError as error:
             raise _refusal(f"is not Jinja: {error.message}, line {error.lineno}") from None
         except (RecursionError, OverflowError) as error:
@@ -323,6 +327,8 @@ def _plain_tool_call(name: str, call: Mapping[str, Any]) -> dict[str, Any]:
     text = function["arguments"]
     try:
         arguments = json.loads(text) if text.strip() else {}
+        # Escapes may spell halves of characters, which no prompt can hold.
+        json.dumps(arguments, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):

@@ -11,7 +11,8 @@ class Counts:
 
     num_prefix_query_tokens: prompt tokens of requests that started; num_prefix_hit_tokens: how many of them were in the
     prefix cache, num_prefix_hit_host_tokens: of these, on the host. num_evictions: cached blocks that left the device,
-    num_demotions: how many of them went to the host.
+    num_demotions: how many of them went to the host. num_priority_preemptions: preempted sequences that gave their
+    places to a request with a better priority.
     """
 
     num_prefix_query_tokens: int = 0
@@ -24,6 +25,7 @@ class Counts:
     num_copied_blocks: int = 0
     num_recompute_preemptions: int = 0
     num_swap_preemptions: int = 0
+    num_priority_preemptions: int = 0
 
     @property
     def num_preemptions(self) -> int:

@@ -34,7 +34,7 @@ class Draft:
     could not go on; num_coming: blocks that will be free for a later plan; candidates: who may have to give up blocks,
     last in order first; held: who is held back from this step, so that it can. num_spare: blocks, and num_places:
     places in the batch, that waiting sequences may take. started: who joined the batch in this step; first_started:
-    requests of which nobody had before.
+    requests of which nobody had before. prompts: as in PlanInFlight.
     """
 
     limits: Limits
@@ -52,6 +52,7 @@ class Draft:
     new_sequences: list[NewSequence] = field(default_factory=list)
     forks: Forks = field(default_factory=Forks)
     rows: dict[int, Row] = field(default_factory=dict)
+    prompts: list[tuple[Sequence, int]] = field(default_factory=list)
 
     def num_affordable(self, num_due: int) -> int:
         """Of so many tokens, those that the budget has room for: all of them, or a chunk where chunks are allowed.
@@ -76,6 +77,8 @@ class Draft:
         """Takes in what the step computes of one more sequence."""
         self.num_tokens += row.num_tokens
         self.rows[row.sequence.sequence_id] = row
+        if row.sequence.group.watches_prompt and row.start < len(row.sequence.prompt_token_ids):
+            self.prompts.append((row.sequence, row.start + row.num_tokens))
 
     def plan(self, *, epoch: int, step_seq: int, releases: list[int], moves: Moves) -> StepPlan:
         """The plan, decodes first."""
@@ -102,6 +105,7 @@ class Draft:
             self.num_tokens,
             computed=[(row.sequence, row.start + row.num_tokens) for row in self.rows.values()],
             sampled=[row.sequence for row in sorted(self.rows.values(), key=_is_prefill) if row.samples],
+            prompts=self.prompts,
         )
 
 

@@ -19,12 +19,10 @@ from collections.abc import Callable, Sequence
 
 from octavo.config import RouterConfig
 from octavo.errors import (
-    ContextLengthError,
     DeadlineError,
     GenerationError,
     InternalError,
     OctavoError,
-    OverloadedError,
     RequestCancelledError,
     UnavailableError,
 )
@@ -34,7 +32,7 @@ from octavo_router import __version__, metrics, snapshot
 from octavo_router.admission import Admission, Waiting
 from octavo_router.metrics import Metrics
 from octavo_router.request import FinishReason, Request, Sampling
-from octavo_router.results import BeamsFinished, Event, ProtocolError, RequestFailed, TokenSampled
+from octavo_router.results import BeamsFinished, Event, PromptComputed, ProtocolError, RequestFailed, TokenSampled
 from octavo_router.sample import End
 from octavo_router.scheduler import Scheduler
 from octavo_router.served_model import ServedModel, limits_of
@@ -87,6 +85,7 @@ class Engine:
         self._no_worker_reason = ""
         self._give_up_timer: asyncio.TimerHandle | None = None
         self._num_lost_sessions = 0
+        self._is_session_proven = True
         self._description = worker_pb2.DescribeResponse()
         self._scheduler: Scheduler
         self._last_epoch = 0
@@ -150,8 +149,10 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a new request would be served at once: there is a session, and no draining."""
-        return self._connected.is_set() and not self._is_draining
+        """Whether a new request would be served at once: there is a session, and no draining. A session behind a lost
+        one is believed when it has answered, unless nobody waits for an answer."""
+        is_proven = self._is_session_proven or not self.num_unfinished
+        return self._connected.is_set() and is_proven and not self._is_draining
 
     def state(self) -> admin_pb2.GetStateResponse:
         """What the queues, the pool and the worker are like right now."""
@@ -170,6 +171,7 @@ class Engine:
                     num_lost_sessions=self._num_lost_sessions,
                 )
             ],
+            totals=snapshot.totals(self._scheduler, self._metrics),
         )
 
     def flush_prefix_cache(self) -> int:
@@ -200,11 +202,7 @@ class Engine:
         if request.deadline is not None and request.deadline <= now:
             raise DeadlineError("the deadline passed before the request arrived")
         num_prompt_tokens = len(request.prompt_token_ids)
-        try:
-            self._scheduler.limits.check(request)
-        except ContextLengthError:
-            self._metrics.refused(metrics.REFUSED_TOO_LONG)
-            raise
+        self._scheduler.limits.check(request)
         self._check_queue(num_prompt_tokens, self._waiting())
         delivery = self._take_in(request, now)
         self._deliveries[delivery.group.arrival] = delivery
@@ -247,18 +245,12 @@ class Engine:
         self._check_queue(0, dataclasses.replace(waiting, num_requests=waiting.num_requests + num_reading))
 
     def _check_queue(self, num_prompt_tokens: int, waiting: Waiting) -> None:
-        try:
-            self._admission.check(num_prompt_tokens, waiting, self._clock())
-        except OverloadedError:
-            self._metrics.refused(metrics.REFUSED_OVERLOADED)
-            raise
+        self._admission.check(num_prompt_tokens, waiting, self._clock())
 
     def _check_available(self) -> None:
         if self._is_draining:
-            self._metrics.refused(metrics.REFUSED_UNAVAILABLE)
             raise UnavailableError("the server is stopping and takes no new requests; try another one")
         if self._no_worker_reason:
-            self._metrics.refused(metrics.REFUSED_UNAVAILABLE)
             raise UnavailableError(self._no_worker_reason)
 
     def _waiting(self) -> Waiting:
@@ -375,7 +367,7 @@ class Engine:
             await StepLoop(
                 scheduler,
                 session,
-                deliver=self._deliver,
+                deliver=self._deliver_step,
                 wake=self._wake,
                 metrics=self._metrics,
                 clock=self._clock,
@@ -391,7 +383,11 @@ class Engine:
 
     def _new_scheduler(self) -> Scheduler:
         limits = limits_of(self._description, self._config)
-        return Scheduler(limits, eos_token_ids=self._tokenizer.eos_token_ids)
+        return Scheduler(
+            limits,
+            eos_token_ids=self._tokenizer.eos_token_ids,
+            max_worker_failures=self._config.max_worker_failures,
+        )
 
     def _start_over(self, error: OctavoError) -> None:
         """Fails every request and takes a new scheduler: a bug may have left the old one in any state."""
@@ -414,10 +410,12 @@ class Engine:
             self._num_lost_sessions += 1
             self._metrics.session_lost()
             self._connected.clear()
-        self._scheduler.end_session()
+        self._is_session_proven = False
+        self._deliver(self._scheduler.end_session())
         if self._give_up_timer is None and not self._no_worker_reason:
             timeout_s = self._config.worker_timeout_s
-            reason = f"no worker has answered at {self._worker.address} for {timeout_s:g} s; try again later"
+            # Where the worker is, is the operator's to know: the log has it.
+            reason = f"no worker has answered for {timeout_s:g} s; try again later"
             self._give_up_timer = asyncio.get_running_loop().call_later(timeout_s, self._give_up, reason)
         return had_results
 
@@ -429,6 +427,11 @@ class Engine:
         self._fail_all(UnavailableError(reason))
 
     # Output
+
+    def _deliver_step(self, events: Sequence[Event]) -> None:
+        """Hands on what a step brought; so the worker works."""
+        self._is_session_proven = True
+        self._deliver(events)
 
     def _deliver(self, events: Sequence[Event]) -> None:
         """Hands events to their streams. One request's fault ends that request alone."""
@@ -445,6 +448,8 @@ class Engine:
             try:
                 if isinstance(event, BeamsFinished):
                     num_tokens += self._deliver_beams(delivery, event, now)
+                elif isinstance(event, PromptComputed):
+                    self._deliver_prompt(delivery, event, now)
                 else:
                     num_tokens += 1
                     self._deliver_token(delivery, event, now)
@@ -466,6 +471,13 @@ class Engine:
         self._wake.set()
         if delivery.num_open == 0:
             self._end(delivery, reason)
+
+    def _deliver_prompt(self, delivery: Delivery, event: PromptComputed, now: float) -> None:
+        delivery.add_prompt(is_end=event.is_end)
+        if event.is_end:
+            group = delivery.group
+            self._metrics.started((group.started_at or now) - group.arrived_at)
+            self._end(delivery, FinishReason.LENGTH)
 
     def _deliver_beams(self, delivery: Delivery, event: BeamsFinished, now: float) -> int:
         """Delivers a beam search, which the scheduler has ended. Returns how many tokens that are."""

@@ -1,6 +1,7 @@
 """Errors as rich gRPC statuses: the code of `ERROR_TABLE`, with google.rpc details.
 
-Every status carries ErrorInfo (domain and reason); a wrong field comes with BadRequest, an overload with RetryInfo.
+Every status carries ErrorInfo (domain and reason); a wrong field comes with BadRequest, an overload, and an outage that
+will end, with RetryInfo.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from octavo.errors import ERROR_DOMAIN, InternalError, InvalidRequestError, OctavoError, OverloadedError, mapping_of
+from octavo.errors import (
+    ERROR_DOMAIN,
+    InternalError,
+    InvalidRequestError,
+    OctavoError,
+    OverloadedError,
+    UnavailableError,
+    mapping_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +39,7 @@ def status_message(error: OctavoError) -> status_pb2.Status:
     if isinstance(error, InvalidRequestError) and error.field:
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=text)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
-    if isinstance(error, OverloadedError):
+    if isinstance(error, OverloadedError | UnavailableError) and error.retry_after_s is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))

@@ -1,7 +1,7 @@
 """The gRPC front end: InferenceService, health and reflection on a TCP port and a Unix socket.
 
-The servicer only carries messages between calls and `Inference`. AdminService is `admin.py`'s; what statuses look like
-is `grpc_errors.py`'s.
+The servicer only carries messages between calls and the backend's `Inference`. AdminService is `admin.py`'s; what
+statuses look like is `grpc_errors.py`'s.
 """
 
 from __future__ import annotations
@@ -18,19 +18,27 @@ import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from octavo.authentication import AuthenticationInterceptor, KeyRing
 from octavo.errors import ConfigError, OctavoError
 from octavo.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from octavo.v1 import inference_pb2 as pb
 from octavo_router import grpc_errors
+from octavo_router.backend import Backend
+from octavo_router.grpc_decoding import DecodingInterceptor
 from octavo_router.health import SERVICE_NAME as HEALTH_SERVICE
 from octavo_router.health import HealthServicer
-from octavo_router.inference import Inference
+from octavo_router.metrics import REFUSED_INVALID, Metrics
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 
 INFERENCE_SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 ADMIN_SERVICE = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+
+# Of one call, names and values; what exceeds it is refused by gRPC itself with RESOURCE_EXHAUSTED.
+MAX_METADATA_BYTES = 16 << 10
+# Calls of one connection that are under way at a time; a client library holds further ones back.
+MAX_STREAMS = 8192
 
 # Clients may ping every 5 s, with or without calls, and never get GOAWAY for it; the server itself pings idle
 # connections, so that a stream that waits long for its first token is not cut by a proxy, and a dead peer is found.
@@ -43,36 +51,56 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Two servers on one port would share its connections instead of failing.
     ("grpc.so_reuseport", 0),
     ("grpc.max_send_message_length", -1),
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.server_handshake_timeout_ms", 20_000),
 )
 # Initial metadata by which a caller who has no response yet knows that its request was accepted.
 ACCEPTED_METADATA = (("octavo-accepted", "1"),)
+_REFUSAL = "no API key was sent, or one that is not known here; send one as metadata authorization: Bearer KEY"
 _MAX_SOCKET_PATH = 100
 _INT32_MAX = 2**31 - 1
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """InferenceService over `Inference`. A call's deadline becomes the request's; cancelling it cancels the request."""
+    """InferenceService over the backend. A call's deadline becomes the request's; cancelling it cancels the request."""
 
-    def __init__(self, inference: Inference) -> None:
-        self._inference = inference
+    def __init__(self, backend: Backend, metrics: Metrics) -> None:
+        self._backend = backend
+        self._metrics = metrics
 
     # Written, not yielded: a generator that is cancelled while gRPC sends would end only when it is collected.
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
-        responses = self._inference.generate(
-            request,
-            deadline=_deadline(context),
-            on_accepted=lambda: context.send_initial_metadata(ACCEPTED_METADATA),
-        )
-        await _answered(context, _write_all(responses, context))
+        async def work() -> None:
+            with self._metrics.counting_refusals():
+                inference = self._backend.inference
+            responses = inference.generate(
+                request,
+                deadline=_deadline(context),
+                on_accepted=lambda: context.send_initial_metadata(ACCEPTED_METADATA),
+            )
+            await _write_all(responses, context)
+
+        await _answered(context, work())
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        return await _answered(context, self._inference.tokenize(request))
+        async def work() -> pb.TokenizeResponse:
+            return await self._backend.inference.tokenize(request)
+
+        return await _answered(context, work())
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        return await _answered(context, self._inference.detokenize(request))
+        async def work() -> pb.DetokenizeResponse:
+            return await self._backend.inference.detokenize(request)
+
+        return await _answered(context, work())
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        return self._inference.list_models()
+        async def work() -> pb.ListModelsResponse:
+            return self._backend.inference.list_models()
+
+        return await _answered(context, work())
 
 
 class GrpcServer:
@@ -85,21 +113,34 @@ class GrpcServer:
         port: int,
         socket_path: str,
         max_request_bytes: int,
+        metrics: Metrics,
+        max_connections: int = 0,
+        keys: KeyRing | None = None,
+        credentials: grpc.ServerCredentials | None = None,
     ) -> None:
         """Binds the addresses. port 0 picks a free one and -1 none; an empty socket_path is none.
 
-        Raises ConfigError for an address that cannot be bound.
+        max_connections: at a time; 0 is no limit. keys: what callers must send, of everything but health. credentials:
+        for TLS on the port; the socket has none. Raises ConfigError for an address that cannot be bound.
         """
         options = (*_CHANNEL_OPTIONS, ("grpc.max_receive_message_length", min(max_request_bytes, _INT32_MAX)))
-        self._server = grpc.aio.server(options=options)
+        if max_connections:
+            options = (*options, ("grpc.max_allowed_incoming_connections", max_connections))
+        guards: list[grpc.aio.ServerInterceptor] = [DecodingInterceptor(self._count_unreadable)]
+        if keys:
+            guards.insert(0, AuthenticationInterceptor(keys, refusal=_REFUSAL, on_refused=metrics.unauthenticated))
+        self._metrics = metrics
+        self._server = grpc.aio.server(options=options, interceptors=guards)
         self._health = HealthServicer(("", INFERENCE_SERVICE, ADMIN_SERVICE))
-        self.port = _bind_port(self._server, host, port) if port >= 0 else -1
+        self.port = _bind_port(self._server, host, port, credentials) if port >= 0 else -1
         if socket_path:
             _bind_socket(self._server, socket_path)
 
-    async def start(self, inference: Inference, admin: admin_pb2_grpc.AdminServiceServicer) -> None:
+    async def start(self, backend: Backend, admin: admin_pb2_grpc.AdminServiceServicer) -> None:
         """Begins to serve. InferenceService is NOT_SERVING until `set_serving`."""
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(inference), self._server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceServicer(backend, self._metrics), self._server
+        )
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (INFERENCE_SERVICE, ADMIN_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
@@ -116,6 +157,10 @@ class GrpcServer:
         """Refuses new calls, waits up to grace_s for running ones and cancels the rest."""
         await self._health.close()
         await self._server.stop(grace_s)
+
+    def _count_unreadable(self, path: str) -> None:
+        if path == f"/{INFERENCE_SERVICE}/Generate":
+            self._metrics.refused(REFUSED_INVALID)
 
 
 async def _write_all(responses: AsyncGenerator[pb.GenerateResponse, None], context: Context) -> None:
@@ -141,9 +186,11 @@ def _deadline(context: Context) -> float | None:
     return None if remaining is None else time.monotonic() + remaining
 
 
-def _bind_port(server: grpc.aio.Server, host: str, port: int) -> int:
+def _bind_port(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
+        if credentials is not None:
+            return server.add_secure_port(address, credentials)
         return server.add_insecure_port(address)
     except RuntimeError:
         raise ConfigError(

@@ -7,22 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from octavo.errors import OctavoError
+from octavo.errors import OctavoError, RequestCancelledError, RequestTooLargeError
 from octavo.v1 import inference_pb2 as pb
-from octavo_router.http_errors import error_body, error_response, internal_error, status_response
+from octavo_router.http_errors import error_body, error_response, internal_error
 from octavo_router.inference import Inference
-from octavo_router.openai_answers import Answer
 
 T = TypeVar("T")
+
+_FEW_ENTRIES = 256
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -32,23 +32,15 @@ _STREAM_HEADERS = [
 ]
 
 
-class BodyTooLargeError(Exception):
-    """The body is larger than the limit. `response` is the answer."""
-
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes)
-        self.response = status_response(
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"the body is larger than {max_bytes} bytes; send less, or start the router with more --max-request-bytes",
-        )
-
-
-class ClientGoneError(Exception):
+class ClientGoneError(RequestCancelledError):
     """The client closed its connection before the answer was complete."""
+
+    def __init__(self) -> None:
+        super().__init__("the client closed its connection")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The request's body. Raises BodyTooLargeError for one above max_bytes, ClientGoneError for one that breaks off.
+    """The request's body. Raises RequestTooLargeError for one above max_bytes, ClientGoneError for one that breaks off.
 
     As much again is read and dropped before that, since a client that is still sending would see a reset connection
     instead of the answer.
@@ -67,8 +59,29 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
         if size > 2 * max_bytes or not message.get("more_body", False):
             break
     if size > max_bytes:
-        raise BodyTooLargeError(max_bytes)
+        raise RequestTooLargeError(
+            f"the body is larger than {max_bytes} bytes; send less, or start the router with more --max-request-bytes"
+        )
     return b"".join(chunks)
+
+
+class Answer(Protocol):
+    """How one HTTP request is answered; its prompts' responses are numbered by `prompt_index`."""
+
+    def whole(self, responses: Sequence[pb.GenerateResponse]) -> bytes:
+        """The body of an answer that does not stream, from each prompt's only response."""
+
+    def events(self, prompt_index: int, response: pb.GenerateResponse) -> bytes:
+        """The events that a response of a stream gives. May be none."""
+
+    def last_events(self) -> bytes:
+        """The events that end a stream whose requests have all ended well."""
+
+    def failure_events(self, error_body: bytes) -> bytes:
+        """The events that end a stream which failed after it had begun. error_body: the error as JSON."""
+
+    def param_of(self, field: str) -> str:
+        """The name in the HTTP request of a field of the contract."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +119,8 @@ class GenerationResponse(Response):
                 # Every prompt is accepted, or none is answered.
                 firsts = await _together([_first(source) for source in sources])
                 if not self._exchange.stream:
-                    response = Response(self._exchange.answer.whole(firsts), media_type="application/json")
+                    body = await _written(firsts, lambda: self._exchange.answer.whole(firsts))
+                    response = Response(body, media_type="application/json")
                     await response(scope, receive, send)
                     return
                 await _together(
@@ -118,10 +132,11 @@ class GenerationResponse(Response):
                 await events.end(self._exchange.answer.last_events())
         except Exception as exception:
             error = exception if isinstance(exception, OctavoError) else internal_error(exception)
+            answer = self._exchange.answer
             if events.begun:
-                await events.end(b"data: " + error_body(error) + b"\n\n")
+                await events.end(answer.failure_events(error_body(error, answer.param_of)))
             else:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, answer.param_of)(scope, receive, send)
 
     async def _stream(
         self,
@@ -130,7 +145,7 @@ class GenerationResponse(Response):
         source: AsyncGenerator[pb.GenerateResponse, None],
         events: _EventWriter,
     ) -> None:
-        pending = self._exchange.answer.events(index, first)
+        pending = await _written([first], lambda: self._exchange.answer.events(index, first))
         async for response in source:
             await events.write(pending + self._exchange.answer.events(index, response))
             pending = b""
@@ -157,6 +172,13 @@ class _EventWriter:
             self.begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
         await self._send({"type": "http.response.body", "body": events, "more_body": more})
+
+
+async def _written(firsts: Sequence[pb.GenerateResponse], write: Callable[[], bytes]) -> bytes:
+    """What `write` makes of first responses: in a thread where it is much, since log-probabilities of a long prompt
+    take longer than the event loop should wait."""
+    num_entries = sum(len(first.prompt.logprobs) for first in firsts)
+    return write() if num_entries <= _FEW_ENTRIES else await asyncio.to_thread(write)
 
 
 async def _first(source: AsyncGenerator[pb.GenerateResponse, None]) -> pb.GenerateResponse:

@@ -1,7 +1,7 @@
-"""The HTTP front end: OpenAI's API, vLLM's tokenizing routes, health and metrics.
+"""The HTTP front end: the application and the server that runs it.
 
-Routes read a body (`openai_schema.py`), make requests of the contract from it (`openai_requests.py`) and let an
-exchange (`http_exchange.py`) answer. uvicorn runs in the caller's event loop and leaves signals alone.
+The paths are `openapi.py`'s, their handlers `http_routes.py`'s. uvicorn runs in the caller's event loop and leaves
+signals alone.
 """
 
 from __future__ import annotations
@@ -9,224 +9,52 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
-from typing import Any, TypeVar
 
-import fastapi
 import uvicorn
-from pydantic import BaseModel
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.errors import ConfigError, InvalidRequestError, ModelNotFoundError, OctavoError
-from octavo.v1 import inference_pb2 as pb
-from octavo_router import __version__, openai_requests
+from octavo.errors import ConfigError, OctavoError
+from octavo_router import openapi
 from octavo_router.http_errors import error_response, internal_error, status_response
-from octavo_router.http_exchange import BodyTooLargeError, ClientGoneError, Exchange, GenerationResponse, read_body
-from octavo_router.inference import Inference
-from octavo_router.metrics import CONTENT_TYPE, Metrics
-from octavo_router.openai_answers import Answer, AnswerOptions, ChatAnswer, CompletionAnswer
-from octavo_router.openai_schema import ChatCompletionBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_body
-
-BodyT = TypeVar("BodyT", CompletionBody, ChatCompletionBody, TokenizeBody, DetokenizeBody)
-RequestT = TypeVar("RequestT")
+from octavo_router.http_exchange import ClientGoneError
+from octavo_router.http_protocol import HttpLimits, limited_protocol
+from octavo_router.http_routes import Routes
 
 # Above what pools of clients and load balancers keep connections for, so that they close first.
 KEEP_ALIVE_S = 120
 _BACKLOG = 4096
 _MAX_REQUEST_ID_LENGTH = 128
-# Above this, reading a body takes longer than the event loop should wait: lists of token ids, 0.3 us each.
-_SMALL_BODY_BYTES = 64 << 10
-_SCHEMA_PATH = "#/components/schemas/{model}"
 
 
-class Routes:
-    """The handlers of the application."""
+def make_app(routes: Routes, *, protect: Callable[[Starlette], None] = lambda app: None) -> ASGIApp:
+    """The application over its handlers: every operation of `openapi.py`, errors in OpenAI's shape.
 
-    def __init__(
-        self,
-        inference: Inference,
-        *,
-        token_bytes: Callable[[int], bytes],
-        is_serving: Callable[[], bool],
-        metrics: Metrics,
-        max_request_bytes: int,
-    ) -> None:
-        self._inference = inference
-        self._token_bytes = token_bytes
-        self._is_serving = is_serving
-        self._metrics = metrics
-        self._max_request_bytes = max_request_bytes
-
-    async def completions(self, request: Request) -> Response:
-        """Completes prompts."""
-        body, requests = await self._read(
-            request,
-            CompletionBody,
-            lambda body: openai_requests.completion_requests(body, _request_id(request, body.request_id)),
-        )
-        lengths = await self._prompt_lengths(requests) if body.logprobs is not None else ()
-        options = self._options(body, f"cmpl-{_request_id(request, body.request_id)}", lengths)
-        return self._generation(requests, CompletionAnswer(options, body.n or 1), bool(body.stream))
-
-    async def chat_completions(self, request: Request) -> Response:
-        """Answers a conversation."""
-        body, chat_request = await self._read(
-            request,
-            ChatCompletionBody,
-            lambda body: openai_requests.chat_request(body, _request_id(request, body.request_id)),
-        )
-        options = self._options(body, f"chatcmpl-{_request_id(request, body.request_id)}", ())
-        return self._generation([chat_request], ChatAnswer(options, body.n or 1), bool(body.stream))
-
-    async def tokenize(self, request: Request) -> Response:
-        """Token ids of a prompt or of messages."""
-        _, tokenize_request = await self._read(request, TokenizeBody, openai_requests.tokenize_request)
-        response = await self._inference.tokenize(tokenize_request)
-        token_ids = list(response.token_ids)
-        return JSONResponse(
-            {
-                "count": len(token_ids),
-                "max_model_len": response.max_model_len,
-                "tokens": token_ids,
-                "token_strs": None,
-            }
-        )
-
-    async def detokenize(self, request: Request) -> Response:
-        """Text of token ids."""
-        _, detokenize_request = await self._read(request, DetokenizeBody, openai_requests.detokenize_request)
-        try:
-            response = await self._inference.detokenize(detokenize_request)
-        except InvalidRequestError as error:
-            error.field = "tokens"
-            raise
-        return JSONResponse({"prompt": response.text})
-
-    async def models(self, request: Request) -> Response:
-        """Lists what `model` may be."""
-        models = self._inference.list_models().models
-        return JSONResponse({"object": "list", "data": [_model_json(model, models[0].name) for model in models]})
-
-    async def model(self, request: Request) -> Response:
-        """Tells about one model."""
-        name = request.path_params["model"]
-        models = self._inference.list_models().models
-        for model in models:
-            if model.name == name:
-                return JSONResponse(_model_json(model, models[0].name))
-        raise ModelNotFoundError(
-            f"model {name[:200]!r} is not served here; served: {', '.join(m.name for m in models)}"
-        )
-
-    async def health(self, request: Request) -> Response:
-        """200 while requests are taken, 503 while the server drains or has no worker."""
-        serving = self._is_serving()
-        status = HTTPStatus.OK if serving else HTTPStatus.SERVICE_UNAVAILABLE
-        return JSONResponse({"status": "serving" if serving else "not serving"}, status)
-
-    async def metrics(self, request: Request) -> Response:
-        """Counters and gauges in Prometheus' text format."""
-        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
-
-    async def version(self, request: Request) -> Response:
-        """The router's version."""
-        return JSONResponse({"version": __version__})
-
-    async def _read(
-        self, request: Request, kind: type[BodyT], convert: Callable[[BodyT], RequestT]
-    ) -> tuple[BodyT, RequestT]:
-        """The request's body, and what convert makes of it; large ones in a thread."""
-        data = await read_body(request, self._max_request_bytes)
-
-        def work() -> tuple[BodyT, RequestT]:
-            body = parse_body(kind, data)
-            return body, convert(body)
-
-        return work() if len(data) <= _SMALL_BODY_BYTES else await asyncio.to_thread(work)
-
-    def _options(
-        self, body: CompletionBody | ChatCompletionBody, answer_id: str, prompt_lengths: list[int] | tuple[()]
-    ) -> AnswerOptions:
-        return AnswerOptions(
-            id=answer_id,
-            model=body.model or self._inference.model_name,
-            digest=self._inference.model_digest,
-            logprobs=body.logprobs is not None and body.logprobs is not False,
-            token_bytes=self._token_bytes,
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
-            stop_token_ids=frozenset(body.stop_token_ids or ()),
-            prompt_lengths=prompt_lengths,
-        )
-
-    def _generation(self, requests: list[pb.GenerateRequest], answer: Answer, stream: bool) -> Response:
-        return GenerationResponse(self._inference, Exchange(requests, answer, stream))
-
-    async def _prompt_lengths(self, requests: list[pb.GenerateRequest]) -> list[int]:
-        """Length of each prompt in characters."""
-        lengths = []
-        for request in requests:
-            if request.WhichOneof("prompt") == "text":
-                lengths.append(len(request.text))
-            else:
-                decoded = await self._inference.detokenize(pb.DetokenizeRequest(token_ids=request.token_ids.ids))
-                lengths.append(len(decoded.text))
-        return lengths
-
-
-def make_app(routes: Routes) -> ASGIApp:
-    """The application over its handlers: routes, their schemas at /openapi.json, errors in OpenAI's shape."""
-    app = fastapi.FastAPI(title="Octavo", version=__version__, redirect_slashes=False)
-    bodies: list[type[BaseModel]] = []
-
-    def post(path: str, handler: Any, body: type[BaseModel]) -> None:
-        bodies.append(body)
-        content = {"application/json": {"schema": {"$ref": _SCHEMA_PATH.format(model=body.__name__)}}}
-        extra = {"requestBody": {"required": True, "content": content}}
-        app.add_api_route(path, handler, methods=["POST"], openapi_extra=extra, response_class=Response)
-
-    def get(path: str, handler: Any) -> None:
-        app.add_api_route(path, handler, methods=["GET"], response_class=Response)
-
-    post("/v1/completions", routes.completions, CompletionBody)
-    post("/v1/chat/completions", routes.chat_completions, ChatCompletionBody)
-    post("/tokenize", routes.tokenize, TokenizeBody)
-    post("/detokenize", routes.detokenize, DetokenizeBody)
-    get("/v1/models", routes.models)
-    get("/v1/models/{model:path}", routes.model)
-    get("/health", routes.health)
-    app.add_api_route("/health", routes.health, methods=["HEAD"], include_in_schema=False, response_class=Response)
-    get("/metrics", routes.metrics)
-    get("/version", routes.version)
-
-    make_document = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        document = make_document()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(_schemas(bodies))
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
-    app.add_exception_handler(OctavoError, _on_octavo_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(BodyTooLargeError, _on_body_too_large)
-    app.add_exception_handler(ClientGoneError, _on_client_gone)
+    protect: adds what stands between a request and the handlers.
+    """
+    app = Starlette(
+        routes=[
+            Route(operation.path, getattr(routes, operation.name), methods=[operation.method])
+            for operation in openapi.OPERATIONS
+        ],
+        exception_handlers={
+            OctavoError: _on_octavo_error,
+            HTTPException: _on_http_exception,
+            ClientGoneError: _on_client_gone,
+        },
+    )
+    app.router.redirect_slashes = False
+    protect(app)
     app.add_middleware(_Outermost)
     return app
-
-
-def _schemas(bodies: Sequence[type[BaseModel]]) -> dict[str, Any]:
-    """The bodies' JSON schemas and those that they refer to, by name."""
-    schemas: dict[str, Any] = {}
-    for body in bodies:
-        schema = body.model_json_schema(ref_template=_SCHEMA_PATH)
-        schemas |= schema.pop("$defs", {})
-        schemas[body.__name__] = schema
-    return schemas
 
 
 async def _on_octavo_error(request: Request, error: Exception) -> Response:
@@ -241,11 +69,6 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if status is HTTPStatus.METHOD_NOT_ALLOWED and error.headers and "Allow" in error.headers:
         message += f"; allowed: {error.headers['Allow']}"
     return status_response(status, message, dict(error.headers or {}))
-
-
-async def _on_body_too_large(request: Request, error: Exception) -> Response:
-    assert isinstance(error, BodyTooLargeError)
-    return error.response
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
@@ -291,22 +114,6 @@ def _given_request_id(scope: Scope) -> str:
     return ""
 
 
-def _request_id(request: Request, in_body: str | None) -> str:
-    return in_body or str(request.state.request_id)
-
-
-def _model_json(model: pb.Model, root: str) -> dict[str, Any]:
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": model.created_unix_s,
-        "owned_by": "octavo",
-        "root": root,
-        "parent": None,
-        "max_model_len": model.max_model_len,
-    }
-
-
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket for HTTP. Port 0 picks a free one. Raises ConfigError for an address that cannot be bound.
 
@@ -336,12 +143,20 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class HttpServer:
-    """uvicorn on a bound socket, inside the running event loop."""
+    """uvicorn on a bound socket, inside the running event loop. tls: for HTTPS; None for plain HTTP."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        *,
+        tls: ssl.SSLContext | None = None,
+        limits: HttpLimits = HttpLimits(),  # noqa: B008 - immutable
+    ) -> None:
         config = uvicorn.Config(
             app,
             lifespan="off",
+            http=limited_protocol(limits),
             ws="none",
             log_config=None,
             access_log=False,
@@ -350,6 +165,8 @@ class HttpServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             backlog=_BACKLOG,
         )
+        config.load()
+        config.ssl = tls
         self._server = _QuietServer(config)
         self._sock = sock
         self._serving: asyncio.Task[None]

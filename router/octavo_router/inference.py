@@ -1,23 +1,24 @@
 """The public contract over the engine: octavo.v1 messages in, octavo.v1 messages out.
 
 gRPC and HTTP both call `Inference`, so a request means the same and fails the same on either. It checks requests
-(`validation.py`, `resume.py`), reads prompts off the event loop (`prompts.py`) and hands the engine what it takes
-(`request.py`).
+(`validation.py`, `token_rules.py`, `resume.py`), reads prompts (`prompts.py`) and compiles grammars (`grammar.py`) off
+the event loop, and hands the engine what it takes (`request.py`). Of a request with tools it says what the text calls
+(`tool_calls.py`).
 How messages and errors travel is the front ends' matter.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from octavo.errors import ContextLengthError, DeadlineError, ModelNotFoundError
+from octavo.errors import DeadlineError, ModelNotFoundError
 from octavo.v1 import inference_pb2 as pb
-from octavo_router import resume, validation
-from octavo_router.metrics import REFUSED_TOO_LONG
+from octavo_router import grammar, resume, token_rules, validation
 from octavo_router.request import (
     FinishReason,
     Output,
@@ -26,17 +27,24 @@ from octavo_router.request import (
     ResumedSample,
     SampleDelta,
     TokenLogprobs,
+    TokenRules,
     Usage,
 )
+from octavo_router.tool_calls import NO_TOOLS, CallReader, ToolFormat, ToolUse, naming_tools
 
 if TYPE_CHECKING:
     from octavo_router.engine import Engine
+    from octavo_router.grammar import GrammarCompiler
     from octavo_router.metrics import Metrics
     from octavo_router.prompts import Prompt, PromptReader
     from octavo_router.served_model import ServedModel
     from octavo_router.stream import RequestStream
 
 T = TypeVar("T")
+
+# Entries of a prompt's log-probabilities that are written before others get their turn: with 20 likeliest tokens each,
+# a few milliseconds.
+_ENTRIES_AT_ONCE = 512
 
 _FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -47,10 +55,21 @@ _FINISH_REASONS = {
 class Inference:
     """InferenceService without a transport. Methods raise `octavo.errors`; a cancelled call releases what it holds."""
 
-    def __init__(self, engine: Engine, prompts: PromptReader, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: PromptReader,
+        metrics: Metrics,
+        *,
+        grammars: GrammarCompiler,
+        tools: ToolFormat = NO_TOOLS,
+    ) -> None:
+        """tools: how the served model is told about tools, and writes calls."""
         self._engine = engine
         self._prompts = prompts
+        self._grammars = grammars
         self._metrics = metrics
+        self._tools = tools
         self._num_reading = 0
 
     @property
@@ -71,32 +90,41 @@ class Inference:
         on_accepted: Callable[[], Awaitable[None]] | None = None,
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Generates. Nothing is yielded before the request is accepted; then comes a response with PromptInfo at once,
-        and further ones as tokens come. With final_only there is one response, at the end.
+        or when the prompt's log-probabilities are there if they are asked for, and further ones as tokens come. With
+        final_only there is one response, at the end.
 
         deadline: in seconds of time.monotonic. on_accepted: awaited once the request is accepted. Close the generator
         (contextlib.aclosing) to release a request early.
         Raises any of `octavo.errors` that `ERROR_TABLE` maps to a client's fault, an overload or an unavailability.
         """
-        engine_request, echoes = await self._accepted(request, deadline)
+        with self._metrics.counting_refusals():
+            request, tool_use = await self._with_tools(request)
+            with naming_tools(tool_use):
+                engine_request, echoes = await self._accepted(request, deadline, tool_use)
+            stream = self._engine.submit(engine_request)
         request_id = engine_request.request_id
-        stream = self._engine.submit(engine_request)
+        calls = None if tool_use is None else CallReader(tool_use, stream.held_text if engine_request.resumed else None)
         try:
             if on_accepted is not None:
                 await on_accepted()
             first = self._first_response(request, engine_request, echoes)
+            if engine_request.output.prompt_logprobs is not None:
+                await _add_prompt_logprobs(first.prompt, stream)
             if request.output.final_only:
-                yield await self._only_response(first, stream)
+                yield await self._only_response(first, stream, calls)
                 return
             yield first
             async for update in stream:
-                yield self._response(request_id, update)
+                yield self._response(request_id, update, calls)
         finally:
             stream.cancel()
 
     async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        """Token ids of text or messages. Raises InvalidRequestError and ModelNotFoundError."""
+        """Token ids of text or messages. Raises InvalidRequestError and ModelNotFoundError, and ContextLengthError for
+        text of many times the model's context.
+        """
         self._check_model(request.model)
-        token_ids = await self._prompts.tokenize(request)
+        token_ids = await self._prompts.tokenize(request, self._engine.model)
         return pb.TokenizeResponse(token_ids=token_ids, max_model_len=self._engine.model.max_model_len)
 
     async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
@@ -129,12 +157,25 @@ class Inference:
         if name and name not in names:
             raise ModelNotFoundError(f"model {name[:200]!r} is not served here; served: {', '.join(names)}")
 
-    async def _accepted(self, request: pb.GenerateRequest, deadline: float | None) -> tuple[Request, Sequence[str]]:
+    async def _with_tools(self, request: pb.GenerateRequest) -> tuple[pb.GenerateRequest, ToolUse | None]:
+        """The request with the grammar of a call that it requires, and what becomes of its tools: None where no call
+        can come.
+        """
+        if not request.chat.tools and not request.chat.HasField("tool_choice"):
+            return request, None
+        # Schemas may be long, and are read here.
+        tool_use = await asyncio.to_thread(self._tools.use_of, request)
+        return (request, None) if tool_use is None else (tool_use.constrained(request), tool_use)
+
+    async def _accepted(
+        self, request: pb.GenerateRequest, deadline: float | None, tool_use: ToolUse | None
+    ) -> tuple[Request, Sequence[str]]:
         """The request as the engine takes it, and the text that each sample begins with; none for no echo."""
-        validation.refuse_unsupported(request)
-        validation.check_request_id(request.request_id)
-        self._check_model(request.model)
         model = self._engine.model
+        validation.refuse_unsupported(request, model.capabilities)
+        validation.check_request_id(request.request_id)
+        validation.check_tenant(request.tenant)
+        self._check_model(request.model)
         # What costs nothing to check comes before the prompt is tokenized.
         sampling = validation.sampling_of(request.sampling, model.default_sampling)
         if is_resumed := request.HasField("resume"):
@@ -142,19 +183,27 @@ class Inference:
             sampling = resume.resumed_sampling(
                 request.resume, sampling, is_seed_given=request.sampling.HasField("seed")
             )
+        rules = token_rules.rules_of(request.sampling, vocab_size=model.vocab_size)
+        token_rules.check_bad_words(request.sampling.bad_words)
+        source = grammar.source_of(request.sampling.grammar) if request.sampling.HasField("grammar") else None
         output = validation.output_of(request.output)
+        if tool_use is not None and tool_use.shown_token_ids:
+            output = dataclasses.replace(output, shown_special_ids=tool_use.shown_token_ids)
+        if is_resumed:
+            # The caller has them: they came with the seed and the digest that it names.
+            output = dataclasses.replace(output, prompt_logprobs=None)
         self._engine.check_room(self._num_reading)
-        try:
-            prompt = await self._read_prompt(request, model, deadline)
-            stopping = validation.stopping_of(
-                request.stop,
-                num_prompt_tokens=len(prompt.token_ids),
-                max_model_len=model.max_model_len,
-                vocab_size=model.vocab_size,
-            )
-        except ContextLengthError:
-            self._metrics.refused(REFUSED_TOO_LONG)
-            raise
+        prompt = await self._read_prompt(request, model, deadline)
+        stopping = validation.stopping_of(
+            request.stop,
+            num_prompt_tokens=len(prompt.token_ids),
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            is_prompt_only=validation.is_prompt_only(request),
+        )
+        token_rules.check_some_token_remains(rules, stopping, self._prompts.eos_token_ids)
+        rules = await _before(deadline, self._resolved(rules, request.sampling.bad_words, source))
+        sampling = dataclasses.replace(sampling, rules=rules)
         echo = await self._echo(request, prompt, output) if request.output.echo else ""
         echoes: Sequence[str] = [echo] * sampling.n if echo else ()
         resumed: tuple[ResumedSample, ...] = ()
@@ -178,6 +227,7 @@ class Inference:
             priority=request.priority,
             deadline=deadline,
             cache_salt=request.cache_salt,
+            tenant=request.tenant,
             resumed=resumed,
         )
         return accepted, echoes
@@ -188,6 +238,14 @@ class Inference:
             return await _before(deadline, self._prompts.read(request, model))
         finally:
             self._num_reading -= 1
+
+    async def _resolved(self, rules: TokenRules, bad_words: Sequence[str], source: grammar.Source | None) -> TokenRules:
+        """rules with the tokens of bad words and the compiled grammar."""
+        if bad_words:
+            rules = dataclasses.replace(rules, bad_words=await self._prompts.bad_word_token_ids(bad_words))
+        if source is not None:
+            rules = dataclasses.replace(rules, grammar=await self._grammars.compile(source))
+        return rules
 
     async def _echo(self, request: pb.GenerateRequest, prompt: Prompt, output: Output) -> str:
         """The prompt's text as the answer repeats it: as it was given, or decoded from the ids that were given."""
@@ -211,16 +269,23 @@ class Inference:
             request_id=accepted.request_id, model=self.model_name, prompt=prompt_info, deltas=deltas
         )
 
-    def _response(self, request_id: str, update: RequestUpdate) -> pb.GenerateResponse:
-        return pb.GenerateResponse(
+    def _response(self, request_id: str, update: RequestUpdate, calls: CallReader | None) -> pb.GenerateResponse:
+        response = pb.GenerateResponse(
             request_id=request_id,
             model=self.model_name,
             deltas=[_delta_message(delta) for delta in update.deltas],
             usage=_usage_message(update.usage),
         )
+        if calls is not None:
+            for delta in response.deltas:
+                calls.read(delta)
+        return response
 
-    async def _only_response(self, first: pb.GenerateResponse, stream: RequestStream) -> pb.GenerateResponse:
+    async def _only_response(
+        self, first: pb.GenerateResponse, stream: RequestStream, calls: CallReader | None
+    ) -> pb.GenerateResponse:
         """first with everything that comes joined to it, one delta a sample."""
+        echo_lengths = {delta.sample_index: len(delta.text) for delta in first.deltas}
         joined = _JoinedDeltas(first.deltas)
         async for update in stream:
             joined.add(update.deltas)
@@ -228,6 +293,9 @@ class Inference:
                 first.MergeFrom(pb.GenerateResponse(usage=_usage_message(update.usage)))
         del first.deltas[:]
         first.deltas.extend(joined.messages())
+        if calls is not None:
+            for delta in first.deltas:
+                calls.read(delta, start=echo_lengths.get(delta.sample_index, 0))
         return first
 
 
@@ -292,6 +360,16 @@ def _usage_message(usage: Usage | None) -> pb.Usage | None:
         completion_token_count=usage.completion_tokens,
         cached_token_count=usage.cached_tokens,
     )
+
+
+async def _add_prompt_logprobs(prompt: pb.PromptInfo, stream: RequestStream) -> None:
+    """Waits for the prompt's log-probabilities and adds an entry a token, an empty one for the first."""
+    entries = await stream.prompt_logprobs()
+    prompt.logprobs.add()
+    for index, entry in enumerate(entries, 1):
+        prompt.logprobs.append(_logprobs_message(entry))
+        if index % _ENTRIES_AT_ONCE == 0:
+            await asyncio.sleep(0)
 
 
 async def _before(deadline: float | None, work: Awaitable[T]) -> T:

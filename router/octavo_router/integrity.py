@@ -58,8 +58,8 @@ def _check_running(scheduler: Scheduler) -> None:
         assert sequence.status is SequenceStatus.RUNNING
         assert not sequence.host_table
         assert len(sequence.block_table) == scheduler.blocks.num_blocks(sequence.num_planned), "a table does not fit"
-        is_beam = sequence.group.beams is not None
-        assert 0 < sequence.num_planned < sequence.num_tokens + is_beam, "everything is planned, or nothing"
+        may_rest = sequence.group.beams is not None or sequence.group.is_prompt_only
+        assert 0 < sequence.num_planned < sequence.num_tokens + may_rest, "everything is planned, or nothing"
         assert sequence.num_in_flight == sampled[sequence.sequence_id], "tokens in flight were miscounted"
         assert sequence.num_plans == planned[sequence.sequence_id], "plans in flight were miscounted"
         assert sequence.num_computed <= sequence.num_planned
@@ -116,6 +116,10 @@ def _check_counts(scheduler: Scheduler) -> None:
         assert len(group.running) == group.num_running
     assert sum(group.num_unfinished for group in groups) == len(members)
     assert len(groups) == scheduler.num_requests
+    live = Counter(group.account for group in groups)
+    assert all(account is not None and account.num_live == count for account, count in live.items())
+    assert all(sequence.group.is_admitted for sequence in scheduler.running)
+    assert scheduler.waiting.only is None or scheduler.waiting.only in groups, "all wait for a request that has ended"
     assert len(unstarted) == scheduler.num_waiting_requests
     assert sum(len(group.request.prompt_token_ids) for group in unstarted) == scheduler.num_waiting_prompt_tokens
     assert sum(sequence.was_preempted for sequence in scheduler.waiting) == scheduler.waiting.num_preempted

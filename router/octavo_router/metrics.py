@@ -6,13 +6,15 @@ can be stale. Where a scheduler's numbers come from is the engine's matter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from octavo.errors import OctavoError, mapping_of
 from octavo_router.counts import Counts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -24,10 +26,25 @@ FINISH_DEADLINE = "deadline"
 FINISH_ERROR = "error"
 FINISH_REASONS = (FINISH_STOP, FINISH_LENGTH, FINISH_ABORT, FINISH_DEADLINE, FINISH_ERROR)
 
+REFUSED_INVALID = "invalid"
 REFUSED_OVERLOADED = "overloaded"
 REFUSED_UNAVAILABLE = "unavailable"
 REFUSED_TOO_LONG = "too_long"
-REFUSAL_REASONS = (REFUSED_OVERLOADED, REFUSED_UNAVAILABLE, REFUSED_TOO_LONG)
+REFUSED_ERROR = "error"
+# By the reason of an error's row in ERROR_TABLE; what is not here is an error of the server.
+_REFUSALS = {
+    "INVALID_REQUEST": REFUSED_INVALID,
+    "CONTEXT_LENGTH_EXCEEDED": REFUSED_TOO_LONG,
+    "REQUEST_TOO_LARGE": "too_large",
+    "UNSUPPORTED": "unsupported",
+    "MODEL_NOT_FOUND": "model_not_found",
+    "RESUME_MISMATCH": "resume_mismatch",
+    "OVERLOADED": REFUSED_OVERLOADED,
+    "UNAVAILABLE": REFUSED_UNAVAILABLE,
+    "DEADLINE_EXCEEDED": FINISH_DEADLINE,
+    "CANCELLED": FINISH_ABORT,
+}
+REFUSAL_REASONS = (*_REFUSALS.values(), REFUSED_ERROR)
 
 _FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120)
 _TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
@@ -60,14 +77,24 @@ class Gauges:
 
 
 class Metrics:
-    """Everything that `/metrics` shows. One per router."""
+    """Everything that `/metrics` shows. One per router.
+
+    num_accepted, num_prompt_tokens, num_generation_tokens: what the counters of these names hold, for others to read.
+    """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.num_accepted = 0
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
         self._gauges = _GaugeCollector(self.registry)
+        self._accepted = self._counter("octavo_requests_accepted", "Requests that were taken in.")
         self._finished = self._counter("octavo_requests_finished", "Requests that ended, by reason.", "reason")
         self._refused = self._counter(
             "octavo_requests_refused", "Requests that were not accepted, by reason.", "reason"
+        )
+        self._unauthenticated = self._counter(
+            "octavo_unauthenticated_calls", "Calls of any kind that carried no good key, where one is needed."
         )
         self._prompt_tokens = self._counter("octavo_prompt_tokens", "Prompt tokens of accepted requests.")
         self._generation_tokens = self._counter("octavo_generation_tokens", "Tokens generated and delivered.")
@@ -100,11 +127,34 @@ class Metrics:
 
     def accepted(self, num_prompt_tokens: int) -> None:
         """A request was taken in."""
+        self._accepted.inc()
         self._prompt_tokens.inc(num_prompt_tokens)
+        self.num_accepted += 1
+        self.num_prompt_tokens += num_prompt_tokens
+
+    def unauthenticated(self) -> None:
+        """A call came without a good key. It is no request, and is counted here alone."""
+        self._unauthenticated.inc()
 
     def refused(self, reason: str) -> None:
         """A request was not taken in; one of REFUSAL_REASONS."""
         self._refused.labels(reason).inc()
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Counts the error that leaves the block as the refusal of a request. Blocks must not be nested."""
+        try:
+            yield
+        except OctavoError as error:
+            self.refused(_REFUSALS.get(mapping_of(error).reason, REFUSED_ERROR))
+            raise
+        except Exception:
+            self.refused(REFUSED_ERROR)
+            raise
+        except BaseException:
+            # Cancelled, or closed: the caller left before it had an answer.
+            self.refused(FINISH_ABORT)
+            raise
 
     def started(self, queue_s: float) -> None:
         """A request was planned for the first time."""
@@ -117,6 +167,7 @@ class Metrics:
     def tokens(self, num_tokens: int) -> None:
         """Tokens were delivered."""
         self._generation_tokens.inc(num_tokens)
+        self.num_generation_tokens += num_tokens
 
     def sample_finished(self, seconds: float, num_tokens: int) -> None:
         """A sample ended: so long after its first token came its last."""
@@ -192,6 +243,11 @@ def _counters(counts: Counts) -> Iterable[Metric]:
         ("octavo_prefix_cache_evictions", "Cached blocks that left the device for want of room.", counts.num_evictions),
         ("octavo_prefix_cache_demotions", "Evicted blocks that went to the host.", counts.num_demotions),
         ("octavo_kv_blocks_copied", "KV blocks copied on write.", counts.num_copied_blocks),
+        (
+            "octavo_priority_preemptions",
+            "Sequences that were preempted for a request with a better priority.",
+            counts.num_priority_preemptions,
+        ),
     ):
         yield CounterMetricFamily(name, text, value)
     num_device_hits = counts.num_prefix_hit_tokens - counts.num_prefix_hit_host_tokens

@@ -5,14 +5,11 @@ OpenAI's have, `finish_reason` too. A sample's last text and its finish_reason c
 client which stops reading at finish_reason loses nothing. Beyond OpenAI there is `stop_reason`, as in vLLM: the stop
 string or stop token that ended the sample, null for an end-of-sequence token.
 
-Token strings of log-probabilities are the token's own text; a token that is not whole characters is written as OpenAI
-writes it, `bytes:\\xe2\\x9c`.
+How log-probabilities are written is `openai_logprobs.py`'s.
 """
 
 from __future__ import annotations
 
-import codecs
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -20,11 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.v1 import inference_pb2 as pb
+from octavo_router.json_text import dumps as _dumps
+from octavo_router.openai_logprobs import CompletionLogprobs, finite, prompt_logprobs, token_text
+from octavo_router.openai_requests import param_of
 
-# What OpenAI says for a probability too small to matter; JSON has no infinity.
-MIN_LOGPROB = -9999.0
-
-_FINISH_REASONS: dict[int, str] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_FINISH_REASONS: dict[int, str] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
 _DONE = b"data: [DONE]\n\n"
 
 Json = dict[str, Any]
@@ -35,8 +36,11 @@ class AnswerOptions:
     """What an answer is made with.
 
     id: the answer's name; model: the name the client used; digest: the model's; include_usage: a stream ends with a
-    usage chunk; stop_token_ids: the request's; token_bytes: the bytes of a token's text; prompt_lengths: length of each
-    prompt in characters, for text_offset (with log-probabilities of completions only).
+    usage chunk; continuous_usage: and every chunk says what was used so far; stop_token_ids: the request's;
+    token_bytes: the bytes of a token's text; prompt_texts: each prompt as it would be echoed, for text_offset (with
+    log-probabilities of completions only); echo_logprobs: how many likeliest tokens come beside each token of an echoed
+    prompt, None where it has no log-probabilities among the choice's; prompt_logprobs: the same for the field of that
+    name; grammar_param: the field that asked for structured output.
     """
 
     id: str
@@ -45,8 +49,12 @@ class AnswerOptions:
     logprobs: bool
     token_bytes: Callable[[int], bytes]
     include_usage: bool = False
+    continuous_usage: bool = False
     stop_token_ids: frozenset[int] = frozenset()
-    prompt_lengths: Sequence[int] = ()
+    prompt_texts: Sequence[str] = ()
+    echo_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar_param: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -60,6 +68,8 @@ class Answer(ABC):
         self._options = options
         self._num_samples = num_samples
         self._usages: list[pb.Usage] = []
+        self._num_streamed = 0
+        self._prompts: dict[int, pb.PromptInfo] = {}
         self._chunk_head = _dumps(self._head(self.chunk_object_name))[:-1] + ',"choices":['
         # With include_usage, OpenAI gives every chunk but the last a null.
         self._chunk_tail = '],"usage":null}\n\n' if options.include_usage else "]}\n\n"
@@ -68,16 +78,24 @@ class Answer(ABC):
         """The body of an answer that does not stream, from each prompt's only response."""
         choices = []
         for prompt_index, response in enumerate(responses):
+            self._prompts[prompt_index] = response.prompt
             self._usages.append(response.usage)
             choices += [self._choice(prompt_index, delta) for delta in response.deltas]
-        return _dumps(self._head(self.object_name) | {"choices": choices, "usage": _usage(self._usages)}).encode()
+        answer = self._head(self.object_name) | {"choices": choices, "usage": _usage(self._usages)}
+        return _dumps(answer | self._prompt_fields()).encode()
 
     def events(self, prompt_index: int, response: pb.GenerateResponse) -> bytes:
         """The events that a response of a stream gives. May be none."""
         if response.HasField("usage"):
             self._usages.append(response.usage)
+        if response.HasField("prompt"):
+            self._prompts[prompt_index] = response.prompt
+        tail = self._chunk_tail
+        if self._options.continuous_usage:
+            self._num_streamed += sum(len(delta.token_ids) for delta in response.deltas)
+            tail = f'],"usage":{_dumps(self._usage_so_far())}}}\n\n'
         return "".join(
-            f"data: {self._chunk_head}{choice}{self._chunk_tail}"
+            f"data: {self._chunk_head}{choice}{tail}"
             for delta in response.deltas
             for choice in self._chunk_choices(prompt_index, delta)
         ).encode()
@@ -89,6 +107,21 @@ class Answer(ABC):
         chunk = self._head(self.chunk_object_name) | {"choices": [], "usage": _usage(self._usages)}
         return f"data: {_dumps(chunk)}\n\n".encode() + _DONE
 
+    def _usage_so_far(self) -> Json:
+        """What the prompts whose answers have begun, and all tokens streamed, come to."""
+        num_prompt = sum(prompt.token_count for prompt in self._prompts.values())
+        return _usage([pb.Usage(prompt_token_count=num_prompt, completion_token_count=self._num_streamed)])
+
+    def failure_events(self, error_body: bytes) -> bytes:
+        """The event that ends a stream which failed after it had begun. error_body: the error as JSON."""
+        return b"data: " + error_body + b"\n\n"
+
+    def param_of(self, field: str) -> str:
+        """The name in the HTTP request of a field of the contract."""
+        if field.startswith("sampling.grammar") and self._options.grammar_param:
+            return self._options.grammar_param
+        return param_of(field)
+
     @abstractmethod
     def _choice(self, prompt_index: int, delta: pb.SampleDelta) -> Json:
         """The choice of a whole answer."""
@@ -96,6 +129,17 @@ class Answer(ABC):
     @abstractmethod
     def _chunk_choices(self, prompt_index: int, delta: pb.SampleDelta) -> Iterable[str]:
         """The choices, as JSON and one a chunk, for a delta of a stream."""
+
+    def _prompt_fields(self) -> Json:
+        """What a whole answer says of its prompt beside its choices."""
+        return {}
+
+    def _prompt_logprobs(self, prompt_index: int) -> Json:
+        """The field `prompt_logprobs`, where it is asked for."""
+        num_top = self._options.prompt_logprobs
+        if num_top is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self._prompts[prompt_index], num_top, self._options.token_bytes)}
 
     def _head(self, object_name: str) -> Json:
         options = self._options
@@ -119,68 +163,57 @@ class Answer(ABC):
             matched = delta.matched_token_id
         return {"finish_reason": _FINISH_REASONS[delta.finish_reason], "stop_reason": matched}
 
-    def _token(self, token_id: int) -> str:
-        return _token_text(self._options.token_bytes(token_id))
-
 
 class CompletionAnswer(Answer):
-    """/v1/completions.
-
-    text_offset counts characters from the start of the prompt, as OpenAI's does: without echo too, the first generated
-    token has the offset that is the prompt's length.
-    """
+    """/v1/completions. In a stream, the prompt's log-probabilities come in a choice's first chunk."""
 
     object_name = "text_completion"
     chunk_object_name = "text_completion"
 
     def __init__(self, options: AnswerOptions, num_samples: int) -> None:
         super().__init__(options, num_samples)
-        self._offsets: dict[int, _TextOffset] = {}
+        self._logprobs_of: dict[int, CompletionLogprobs] = {}
+        self._begun: set[int] = set()
 
     def _choice(self, prompt_index: int, delta: pb.SampleDelta) -> Json:
         return {
             "index": self._index(prompt_index, delta),
             "text": delta.text,
-            "logprobs": self._logprobs(prompt_index, delta) if self._options.logprobs else None,
+            "logprobs": self._logprobs(prompt_index, delta),
             **self._finish(delta),
+            **self._prompt_logprobs(prompt_index),
         }
 
     def _chunk_choices(self, prompt_index: int, delta: pb.SampleDelta) -> Iterable[str]:
         index = self._index(prompt_index, delta)
-        if delta.text or delta.logprobs:
+        options = self._options
+        brings_prompt = options.echo_logprobs is not None or options.prompt_logprobs is not None
+        if brings_prompt and index not in self._begun:
+            self._begun.add(index)
+            choice = {"index": index, "text": delta.text, "logprobs": self._logprobs(prompt_index, delta)}
+            yield _dumps(choice | {"finish_reason": None} | self._prompt_logprobs(prompt_index))
+        elif delta.text or delta.logprobs:
             logprobs = _dumps(self._logprobs(prompt_index, delta)) if delta.logprobs else "null"
             yield f'{{"index":{index},"text":{_dumps(delta.text)},"logprobs":{logprobs},"finish_reason":null}}'
         if delta.finish_reason:
             yield _dumps({"index": index, "text": "", "logprobs": None, **self._finish(delta)})
 
-    def _logprobs(self, prompt_index: int, delta: pb.SampleDelta) -> Json:
-        index = self._index(prompt_index, delta)
-        if index not in self._offsets:
-            self._offsets[index] = _TextOffset(self._options.prompt_lengths[prompt_index])
-        offset = self._offsets[index]
-        tokens, offsets, token_logprobs, top_logprobs = [], [], [], []
-        for entry in delta.logprobs:
-            data = self._options.token_bytes(entry.token_id)
-            token, logprob = _token_text(data), _finite(entry.logprob)
-            tokens.append(token)
-            offsets.append(offset.of(data))
-            token_logprobs.append(logprob)
-            # The sampled token is always there; where two tokens have one text, the likelier one is.
-            top: dict[str, float] = {}
-            for likely in entry.top:
-                top.setdefault(self._token(likely.token_id), _finite(likely.logprob))
-            top.setdefault(token, logprob)
-            top_logprobs.append(top)
-        return {
-            "tokens": tokens,
-            "token_logprobs": token_logprobs,
-            "top_logprobs": top_logprobs,
-            "text_offset": offsets,
-        }
+    def _logprobs(self, prompt_index: int, delta: pb.SampleDelta) -> Json | None:
+        """The log-probabilities of the new tokens; of an echoed prompt too, before a choice's first ones."""
+        index, options = self._index(prompt_index, delta), self._options
+        if not options.logprobs:
+            return None
+        part = None
+        if index not in self._logprobs_of:
+            writer = CompletionLogprobs(options.token_bytes, options.prompt_texts[prompt_index])
+            self._logprobs_of[index] = writer
+            if options.echo_logprobs is not None:
+                part = writer.of_prompt(self._prompts[prompt_index], options.echo_logprobs)
+        return self._logprobs_of[index].of_tokens(delta.logprobs, part)
 
 
 class ChatAnswer(Answer):
-    """/v1/chat/completions."""
+    """/v1/chat/completions. A stream does not bring the prompt's log-probabilities, as vLLM's does not."""
 
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
@@ -192,10 +225,13 @@ class ChatAnswer(Answer):
     def _choice(self, prompt_index: int, delta: pb.SampleDelta) -> Json:
         return {
             "index": self._index(prompt_index, delta),
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": {"role": "assistant", "refusal": None, **_message_fields(delta)},
             "logprobs": self._logprobs(delta) if self._options.logprobs else None,
             **self._finish(delta),
         }
+
+    def _prompt_fields(self) -> Json:
+        return self._prompt_logprobs(0)
 
     def _chunk_choices(self, prompt_index: int, delta: pb.SampleDelta) -> Iterable[str]:
         index = self._index(prompt_index, delta)
@@ -204,10 +240,11 @@ class ChatAnswer(Answer):
             yield (
                 f'{{"index":{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null}}'
             )
-        if delta.text or delta.logprobs:
+        fields = _delta_fields(delta)
+        if fields or delta.logprobs:
             logprobs = _dumps(self._logprobs(delta)) if delta.logprobs else "null"
             yield (
-                f'{{"index":{index},"delta":{{"content":{_dumps(delta.text)}}},'
+                f'{{"index":{index},"delta":{_dumps(fields or {"content": ""})},'
                 f'"logprobs":{logprobs},"finish_reason":null}}'
             )
         if delta.finish_reason:
@@ -222,21 +259,38 @@ class ChatAnswer(Answer):
 
     def _entry(self, entry: pb.TokenLogprobs | pb.TopLogprob) -> Json:
         data = self._options.token_bytes(entry.token_id)
-        return {"token": _token_text(data), "logprob": _finite(entry.logprob), "bytes": list(data)}
+        return {"token": token_text(data), "logprob": finite(entry.logprob), "bytes": list(data)}
 
 
-class _TextOffset:
-    """Where tokens begin in the text, in characters. A token that goes on with a character begins where it does."""
+def _message_fields(delta: pb.SampleDelta) -> Json:
+    """What a whole message says: content, which is null where the text is all calls, and the calls."""
+    if not delta.HasField("parsed"):
+        return {"content": delta.text}
+    parsed = delta.parsed
+    if not parsed.tool_calls:
+        return {"content": parsed.content}
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+        for call in parsed.tool_calls
+    ]
+    return {"content": parsed.content or None, "tool_calls": calls}
 
-    def __init__(self, start: int) -> None:
-        self._offset = start
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def of(self, data: bytes) -> int:
-        """The offset of the next token, whose bytes these are."""
-        offset = self._offset
-        self._offset += len(self._decoder.decode(data))
-        return offset
+def _delta_fields(delta: pb.SampleDelta) -> Json:
+    """What a chunk adds to a message; empty for nothing. A call's first chunk has its id and its name."""
+    if not delta.HasField("parsed"):
+        return {"content": delta.text} if delta.text else {}
+    fields: Json = {"content": delta.parsed.content} if delta.parsed.content else {}
+    if delta.parsed.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "index": call.index,
+                **({"id": call.id, "type": "function"} if call.id else {}),
+                "function": {**({"name": call.name} if call.name else {}), "arguments": call.arguments_json},
+            }
+            for call in delta.parsed.tool_calls
+        ]
+    return fields
 
 
 def _usage(usages: Iterable[pb.Usage]) -> Json:
@@ -251,25 +305,3 @@ def _usage(usages: Iterable[pb.Usage]) -> Json:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-def _token_text(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-
-
-def _finite(logprob: float) -> float:
-    # The comparison is false for NaN too.
-    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB
-
-
-# Line ends to Unicode, though not to JSON or to events. Clients that split an event stream with their language's own
-# idea of lines would cut an event at them; escaped they are the same text.
-_LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-
-
-def _dumps(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text if text.isascii() else text.translate(_LINE_ENDS)

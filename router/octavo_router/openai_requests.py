@@ -12,6 +12,8 @@ from google.protobuf import json_format
 from octavo.errors import InvalidRequestError
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import sampling_pb2
+from octavo_router.openai_body import shown
+from octavo_router.openai_grammar import grammar_of
 from octavo_router.openai_schema import (
     ChatCompletionBody,
     CompletionBody,
@@ -19,6 +21,7 @@ from octavo_router.openai_schema import (
     Message,
     TokenizeBody,
 )
+from octavo_router.openai_tools import add_choice, add_tools, check_no_legacy, tool_param_of
 
 _INT32_MAX = 2**31 - 1
 _UINT32_MAX = 2**32 - 1
@@ -34,6 +37,13 @@ _PARAMS = {
     "chat": "messages",
     "include_stop_in_text": "include_stop_str_in_output",
     "template_variables": "chat_template_kwargs",
+    "tenant": "user",
+    "grammar": "response_format",
+    "grammar.json_object": "response_format",
+    "grammar.json_schema": "response_format",
+    "grammar.regex": "structured_outputs",
+    "grammar.choices": "structured_outputs",
+    "grammar.lark": "structured_outputs",
     "beam_search.beam_width": "beam_width",
     "beam_search.length_penalty": "length_penalty",
     "beam_search.early_stopping": "early_stopping",
@@ -59,15 +69,21 @@ def completion_requests(body: CompletionBody, request_id: str) -> list[pb.Genera
             f"prompt has {len(body.prompt)} prompts; at most {MAX_PROMPTS} are possible", field="prompt"
         )
     shared = _shared_request(body)
-    shared.stop.max_tokens = _integer("max_tokens", body.max_tokens, 1, default=_DEFAULT_COMPLETION_TOKENS)
+    # None is enough where the prompt comes back.
+    least = 0 if body.echo or body.prompt_logprobs is not None else 1
+    shared.stop.max_tokens = _integer("max_tokens", body.max_tokens, least, default=_DEFAULT_COMPLETION_TOKENS)
     shared.output.echo = bool(body.echo)
     if body.logprobs is not None:
         shared.output.logprobs = _integer("logprobs", body.logprobs, 0)
+        if body.echo:
+            # The echoed prompt has them too; what is asked for by prompt_logprobs may be more or less.
+            shared.output.prompt_logprobs = max(shared.output.logprobs, shared.output.prompt_logprobs)
+            shared.output.return_prompt_token_ids = True
     # Each prompt's request has a copy of what they share, so a body may grow to thousands of times its size.
     if (size := shared.ByteSize()) * len(body.prompt) > _MAX_COPIED_BYTES:
         raise InvalidRequestError(
             f"{len(body.prompt)} prompts with {size} bytes of parameters each are too much; send fewer prompts, or "
-            "shorter stop and stop_token_ids",
+            "shorter lists, schemas and texts beside them",
             field="prompt",
         )
     requests = []
@@ -87,13 +103,18 @@ def completion_requests(body: CompletionBody, request_id: str) -> list[pb.Genera
 
 def chat_request(body: ChatCompletionBody, request_id: str) -> pb.GenerateRequest:
     """The request of a chat completion. Raises as `completion_requests` does."""
+    check_no_legacy(body.functions, body.function_call)
     body.check_offered()
     request = _shared_request(body)
     request.request_id = request_id
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if max_tokens is not None:
-        request.stop.max_tokens = _integer(name, max_tokens, 1)
+        request.stop.max_tokens = _integer(name, max_tokens, 1 if body.prompt_logprobs is None else 0)
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs do not come in a stream of a chat; set stream to false", field="prompt_logprobs"
+        )
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs is given without logprobs; set logprobs to true", field="top_logprobs")
     if body.logprobs:
@@ -101,12 +122,13 @@ def chat_request(body: ChatCompletionBody, request_id: str) -> pb.GenerateReques
     request.chat.CopyFrom(
         _chat_prompt(body.messages, body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs)
     )
+    request.chat.chat_template = body.chat_template or ""
+    add_choice(request.chat, body)
     return request
 
 
 def tokenize_request(body: TokenizeBody) -> pb.TokenizeRequest:
     """The request for token ids. Raises InvalidRequestError unless exactly one of prompt and messages is given."""
-    body.check_offered()
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError("give either prompt or messages", field="prompt")
     request = pb.TokenizeRequest(model=body.model or "")
@@ -124,6 +146,8 @@ def tokenize_request(body: TokenizeBody) -> pb.TokenizeRequest:
             body.messages or [], body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
         )
     )
+    request.chat.chat_template = body.chat_template or ""
+    add_tools(request.chat, body.tools)
     return request
 
 
@@ -138,12 +162,12 @@ def param_of(field: str) -> str:
     """
     message, _, rest = field.partition(".")
     name = rest if rest and message in ("sampling", "stop", "output", "chat") else field
-    return _PARAMS.get(name, name)
+    return _PARAMS.get(name) or tool_param_of(name)
 
 
 def _shared_request(body: CompletionBody | ChatCompletionBody) -> pb.GenerateRequest:
     """All that both kinds of completions have: sampling, stopping and the small things."""
-    request = pb.GenerateRequest(model=body.model or "", cache_salt=body.cache_salt or "")
+    request = pb.GenerateRequest(model=body.model or "", cache_salt=body.cache_salt or "", tenant=body.user or "")
     if body.priority is not None:
         request.priority = _integer("priority", body.priority, -_INT32_MAX - 1, _INT32_MAX)
     _set_sampling(request, body)
@@ -158,6 +182,8 @@ def _shared_request(body: CompletionBody | ChatCompletionBody) -> pb.GenerateReq
         output.skip_special_tokens = body.skip_special_tokens
     output.spaces_between_special_tokens = bool(body.spaces_between_special_tokens)
     output.final_only = not body.stream
+    if body.prompt_logprobs is not None:
+        output.prompt_logprobs = _integer("prompt_logprobs", body.prompt_logprobs, 0)
     if body.stream_options is not None:
         if not body.stream:
             raise InvalidRequestError(
@@ -172,6 +198,7 @@ def _set_sampling(request: pb.GenerateRequest, body: CompletionBody | ChatComple
     for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
         if (value := getattr(body, name)) is not None:
             setattr(sampling, name, value)
+    _set_rules(sampling, body)
     if body.top_k is not None:
         # Beyond any vocabulary, more is the same; and what is refused below stays refused.
         sampling.top_k = max(min(body.top_k, _INT32_MAX), -_INT32_MAX)
@@ -184,6 +211,34 @@ def _set_sampling(request: pb.GenerateRequest, body: CompletionBody | ChatComple
     if body.seed is not None:
         # Negative seeds are common; modulo 2^64 they are seeds like any other.
         sampling.seed = _integer("seed", body.seed, -(2**63), 2**64 - 1) % 2**64
+
+
+def _set_rules(sampling: sampling_pb2.SamplingParams, body: CompletionBody | ChatCompletionBody) -> None:
+    """Which tokens are favoured or forbidden."""
+    for key, bias in (body.logit_bias or {}).items():
+        sampling.logit_bias[_bias_token_id(key)] = bias
+    if body.allowed_token_ids is not None:
+        if not body.allowed_token_ids:
+            raise InvalidRequestError(
+                "allowed_token_ids is empty, which forbids every token; leave it out to allow all",
+                field="allowed_token_ids",
+            )
+        sampling.allowed_token_ids.extend(_token_ids("allowed_token_ids", body.allowed_token_ids))
+    if body.bad_words:
+        sampling.bad_words.extend(body.bad_words)
+    if (grammar := grammar_of(body)) is not None:
+        sampling.grammar.CopyFrom(grammar)
+
+
+def _bias_token_id(key: str) -> int:
+    """A key of logit_bias: JSON has only text there."""
+    if key.isascii() and key.isdecimal() and len(key) <= len(str(_UINT32_MAX)):
+        token_id = int(key)
+        if str(token_id) == key and token_id <= _UINT32_MAX:
+            return token_id
+    raise InvalidRequestError(
+        f'logit_bias has the key {shown(key)}; keys are token ids as text, such as "198"', field="logit_bias"
+    )
 
 
 def _set_best_of(sampling: sampling_pb2.SamplingParams, body: CompletionBody | ChatCompletionBody) -> None:

@@ -1,45 +1,34 @@
 """The bodies of OpenAI's API as this server takes them, with vLLM's additions.
 
-Types are strict: a number in quotes is not a number. `null` is the same as leaving a field out. A field that the API
-knows but this server does not offer is declared, so that the error says so; any other field is unknown. Ranges are not
-checked here: `validation.py` does that for every front end. What becomes of a body is `openai_requests.py`'s.
+A field that the API knows but this server does not offer is declared, so that the error says so; any other field is
+unknown. How bodies are read is `openai_body.py`'s. Ranges are not checked here: `validation.py` does that for every
+front end. What becomes of a body is `openai_requests.py`'s.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from octavo.errors import InvalidRequestError, UnsupportedError
-
-_SHOWN_LENGTH = 60
-# Telling about an error takes some microseconds in which nothing else runs, and only the first is told.
-_MAX_ERRORS = 100
+from octavo_router.openai_body import Body as _Body
+from octavo_router.openai_body import Neutrals, shown
+from octavo_router.openai_body import OfferedBody as _OfferedBody
+from octavo_router.openai_body import parse_body as parse_body
+from octavo_router.openai_grammar import ResponseFormat, Schema, StructuredOutputs
+from octavo_router.openai_tools import Choice as ToolChoice
+from octavo_router.openai_tools import Tools
 
 # Values that ask for nothing, so that a field which is not offered may have them: by name, beside null.
 _SHARED_NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "guided_choice": (),
-    "guided_decoding_backend": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "guided_whitespace_pattern": (),
     "kv_transfer_params": (),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "prompt_logprobs": (),
     "repetition_detection": (),
-    "response_format": ({"type": "text"},),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "structural_tag": (),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "vllm_xargs": ({},),
 }
@@ -49,7 +38,6 @@ _COMPLETION_NOT_OFFERED: dict[str, tuple[Any, ...]] = _SHARED_NOT_OFFERED | {
 }
 _CHAT_NOT_OFFERED: dict[str, tuple[Any, ...]] = _SHARED_NOT_OFFERED | {
     "audio": (),
-    "chat_template": (),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none", "auto"),
@@ -61,8 +49,6 @@ _CHAT_NOT_OFFERED: dict[str, tuple[Any, ...]] = _SHARED_NOT_OFFERED | {
     "reasoning_effort": ("none",),
     "store": (False,),
     "thinking_token_budget": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -74,30 +60,6 @@ _MESSAGE_NOT_OFFERED: dict[str, tuple[Any, ...]] = {
     "reasoning_content": (),
     "refusal": ("",),
 }
-
-
-class _Body(BaseModel):
-    """Base of all bodies: strict, closed, and without NaN."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class _OfferedBody(_Body):
-    """A body some of whose known fields are not offered."""
-
-    not_offered: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-
-    def check_offered(self, path: str = "") -> None:
-        """Raises UnsupportedError that names the first field set to something this server does not offer."""
-        for name in self.model_fields_set & self.not_offered.keys():
-            value = getattr(self, name)
-            if value is None or any(_same(value, neutral) for neutral in self.not_offered[name]):
-                continue
-            raise UnsupportedError(f"{path}{name} is not offered by this server; leave it out", field=f"{path}{name}")
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _checked_prompt(value: Any) -> Any:
@@ -145,7 +107,7 @@ def _checked_content(value: Any) -> Any:
         if not isinstance(part, dict) or "type" not in part:
             raise ValueError('each part must be an object with a type, such as {"type": "text", "text": "..."}')
         if part["type"] != "text":
-            raise ValueError(f"part type {_shown(part['type'])} is not offered by this server; only text is")
+            raise ValueError(f"part type {shown(part['type'])} is not offered by this server; only text is")
         if not isinstance(part.get("text"), str) or part.keys() != {"type", "text"}:
             raise ValueError("a text part has the fields type and text, and text is a string")
         texts.append(part["text"])
@@ -153,7 +115,7 @@ def _checked_content(value: Any) -> Any:
 
 
 _TEXTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
-_IDS_SCHEMA = {"type": "array", "items": {"type": "integer"}}
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -169,7 +131,8 @@ _PART_SCHEMA = {
 }
 _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}, {"type": "null"}]}
 
-Ids = Annotated[list[int], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True), WithJsonSchema(_IDS_SCHEMA)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
 Prompts = Annotated[Any, BeforeValidator(_checked_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
 StopStrings = Annotated[Any, BeforeValidator(_checked_stop), WithJsonSchema(_TEXTS_SCHEMA)]
 EarlyStopping = Annotated[
@@ -183,16 +146,17 @@ Content = Annotated[Any, BeforeValidator(_checked_content), WithJsonSchema(_CONT
 class StreamOptions(_OfferedBody):
     """How a stream reports."""
 
-    not_offered = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+    not_offered: ClassVar[Neutrals] = {"include_obfuscation": (False,)}
 
     include_usage: bool | None = None
-    continuous_usage_stats: Any = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Any = None
 
 
 class _GenerationBody(_OfferedBody):
-    """What completions and chat completions have in common. Fields without effect here: user, metadata and hints to
-    OpenAI's own service (safety_identifier, prompt_cache_key, prompt_cache_retention, service_tier)."""
+    """What completions and chat completions have in common. Fields without effect here: metadata, hints to
+    OpenAI's own service (safety_identifier, prompt_cache_key, prompt_cache_retention, service_tier) and to an older
+    vLLM (guided_decoding_backend)."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -210,11 +174,22 @@ class _GenerationBody(_OfferedBody):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: Texts | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None
     stop: StopStrings = None
     stop_token_ids: Ids | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     stream: bool | None = None
@@ -230,24 +205,13 @@ class _GenerationBody(_OfferedBody):
     service_tier: str | None = None
 
     add_special_tokens: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    guided_choice: Any = None
-    guided_decoding_backend: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
     guided_whitespace_pattern: Any = None
     kv_transfer_params: Any = None
-    logit_bias: Any = None
     logits_processors: Any = None
-    prompt_logprobs: Any = None
     repetition_detection: Any = None
-    response_format: Any = None
     return_token_ids: Any = None
     return_tokens_as_token_ids: Any = None
     structural_tag: Any = None
-    structured_outputs: Any = None
     truncate_prompt_tokens: Any = None
     vllm_xargs: Any = None
 
@@ -286,7 +250,7 @@ class Message(_OfferedBody):
 
     not_offered = _MESSAGE_NOT_OFFERED
 
-    role: str
+    role: Annotated[str, Field(json_schema_extra={"minLength": 1})]
     content: Content = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
@@ -309,6 +273,7 @@ class _Conversation(_Body):
     messages: Messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -320,11 +285,12 @@ class ChatCompletionBody(_GenerationBody, _Conversation):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
 
     audio: Any = None
-    chat_template: Any = None
     documents: Any = None
     echo: Any = None
     function_call: Any = None
@@ -336,8 +302,6 @@ class ChatCompletionBody(_GenerationBody, _Conversation):
     reasoning_effort: Any = None
     store: Any = None
     thinking_token_budget: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     verbosity: Any = None
     web_search_options: Any = None
 
@@ -345,7 +309,7 @@ class ChatCompletionBody(_GenerationBody, _Conversation):
 class TokenizeBody(_OfferedBody):
     """POST /tokenize, as vLLM has it: a prompt or messages."""
 
-    not_offered = {"chat_template": (), "return_token_strs": (False,), "tools": ([],)}
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]})
 
     model: str | None = None
     prompt: str | None = None
@@ -353,11 +317,10 @@ class TokenizeBody(_OfferedBody):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-
-    chat_template: Any = None
-    return_token_strs: Any = None
-    tools: Any = None
+    return_token_strs: bool | None = None
+    tools: Tools | None = None
 
 
 class DetokenizeBody(_Body):
@@ -365,46 +328,3 @@ class DetokenizeBody(_Body):
 
     model: str | None = None
     tokens: Ids
-
-
-B = TypeVar("B", bound=_Body)
-
-
-def parse_body(body: type[B], data: bytes) -> B:
-    """The body that JSON text holds. Raises InvalidRequestError that names the first wrong field and its value."""
-    try:
-        return body.model_validate_json(data)
-    except ValidationError as error:
-        raise _invalid(error) from None
-
-
-def _invalid(error: ValidationError) -> InvalidRequestError:
-    if error.error_count() > _MAX_ERRORS:
-        return InvalidRequestError(f"the body has {error.error_count()} fields that are wrong or unknown")
-    first = error.errors(include_url=False)[0]
-    path = _path(first["loc"])
-    kind, message = first["type"], first["msg"]
-    if not path:
-        if kind == "json_invalid":
-            reason = message.removeprefix("Invalid JSON: ")
-            return InvalidRequestError(f"the body is not valid JSON in UTF-8: {reason}")
-        return InvalidRequestError("the body must be a JSON object")
-    if kind == "extra_forbidden":
-        return InvalidRequestError(f"unknown field {path}; leave it out", field=path)
-    if kind == "missing":
-        return InvalidRequestError(f"{path} is missing; it is required", field=path)
-    reason = message.removeprefix("Value error, ").replace("Input should be", "it must be", 1)
-    return InvalidRequestError(f"{path} is {_shown(first['input'])}; {reason}", field=path)
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """A field's path as people write it: messages[0].role."""
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= _SHOWN_LENGTH else text[:_SHOWN_LENGTH] + "..."

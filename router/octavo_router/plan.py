@@ -1,6 +1,6 @@
 """What the scheduler orders and what it is answered: a step's plan and a step's result, as plain columns.
 
-These are the messages StepPlan and StepResult of octavo.worker.v1 without the wire; `worker_client.py` turns one into
+These are the messages StepPlan and StepResult of octavo.worker.v1 without the wire; `worker_messages.py` turns one into
 the other. Nothing here decides anything.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from octavo_router.request import TokenLogprobs
+from octavo_router.request import NO_RULES, TokenLogprobs, TokenRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,9 @@ class SequenceParams:
     min_token_count: int
     candidate_count: int = 0
     """Candidates for beam search that come back instead of a sampled token; 0: a token is sampled."""
+    return_prompt_logprobs: bool = False
+    top_prompt_logprob_count: int = 0
+    rules: TokenRules = NO_RULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +155,15 @@ class LogprobColumns:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a stretch of a prompt, whose first token is at start_position."""
+
+    sequence_id: int
+    start_position: int
+    columns: LogprobColumns
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceFailure:
     """One sequence that the worker could not go on with."""
 
@@ -173,7 +185,8 @@ class StepResult:
     """The answer to the plan (epoch, step_seq): a token for each sequence that sampled, in the plan's order.
 
     logprobs: entries for the sequences that asked, in the same order. candidates: in place of a token, for beams.
-    Durations are in microseconds.
+    prompt_logprobs: of the sequences that asked, for the parts of their prompts that the step computed. Durations are
+    in microseconds.
     """
 
     epoch: int
@@ -183,5 +196,6 @@ class StepResult:
     logprobs: LogprobColumns = field(default_factory=LogprobColumns)
     candidates: list[Candidates] = field(default_factory=list)
     errors: list[SequenceFailure] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     duration_us: int = 0
     idle_us: int = 0

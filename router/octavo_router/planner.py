@@ -1,15 +1,17 @@
 """The policy of a step: who goes on, who starts, with how many tokens and which blocks.
 
-- Order is priority (lower first), then arrival, then sample. It holds for starting, for getting blocks, and, backwards,
-  for giving them up. A preempted sequence keeps its place.
+- Order is priority (lower first), then admission, then sample. It holds for getting blocks, and, backwards, for giving
+  them up. A preempted sequence keeps its place. Who is admitted next within a priority is decided between tenants
+  (`fairness`); of one tenant's it is the first to arrive.
+- Whoever waits with a better priority than somebody who runs takes that one's place and blocks (`preemption`).
 - A step has a budget of tokens. Decodes take theirs first, then running prefills, then waiting sequences; a prompt that
   is too long for what is left is split (chunked prefill) or, where that is switched off, waits for a step with room for
   all of it.
 - Nothing is computed twice (`prefix_sharing`): a sequence starts with the blocks of its group's prompt, or with the
   longest cached prefix; what somebody else computes right now it waits for, and others may pass it meanwhile.
-- Otherwise strict FIFO: when the first waiting sequence cannot start, nobody overtakes it. It starts when the pool has
-  room for all its known tokens beside what running prefills still need and one spare block for each running sequence,
-  so that it is not started only to be preempted.
+- Otherwise strictly one after the other: when the first waiting sequence cannot start, nobody overtakes it. It starts
+  when the pool has room for all its known tokens beside what running prefills still need and one spare block for each
+  running sequence, so that it is not started only to be preempted.
 - Blocks are taken on demand, for the tokens of the step alone. When none is left, the last in order give up theirs
   (`preemption`). The first in order always goes on.
 - Each preemption doubles the spare blocks that a sequence waits for before it starts again. So one request is preempted
@@ -28,7 +30,7 @@ from octavo_router import beams
 from octavo_router.batch import Batch
 from octavo_router.draft import Draft, Row
 from octavo_router.limits import Limits
-from octavo_router.preemption import make_room
+from octavo_router.preemption import Demand, make_room, make_way
 from octavo_router.prefix_sharing import Reuse
 from octavo_router.queues import WakeKey
 from octavo_router.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -44,8 +46,23 @@ class Planner:
 
     def fill(self, draft: Draft) -> None:
         """Puts into a plan what the step computes, and changes the batch accordingly."""
+        self._make_way(draft)
         self._continue_running(draft)
         self._start_waiting(draft)
+
+    def _make_way(self, draft: Draft) -> None:
+        """Whoever waits first gets what it lacks to start from those of a worse priority that run."""
+        sequence, last = self._batch.waiting.first, self._batch.running.last
+        if sequence is None or last is None or last.priority <= sequence.priority:
+            return
+        if sequence.group.beams is not None and sequence.group.num_running:
+            return  # it is not its turn: beams join with the first one
+        self._measure_room(draft)
+        if sequence.status is SequenceStatus.SWAPPED:
+            make_way(self._batch, draft, sequence, self._demand_to_return(_swapped(sequence.group)))
+        elif isinstance(reuse := self._batch.prefixes.find(sequence, draft), Reuse):
+            make_way(self._batch, draft, sequence, self._demand_to_start(draft, sequence, reuse))
+        draft.candidates = reversed(list(self._batch.running))
 
     def _continue_running(self, draft: Draft) -> None:
         """Everyone in the batch goes on, oldest first, as far as budget and blocks reach."""
@@ -134,20 +151,42 @@ class Planner:
         reuse = self._batch.prefixes.find(sequence, draft)
         if not isinstance(reuse, Reuse):
             return self._park(sequence, reuse)
-        num_places = 1 if group.beams is None else group.beams.width
-        num_blocks = self._num_lacking(sequence, reuse)
-        num_following = 0 if group.num_running else self._num_following(self._others_to_start(draft, sequence))
-        headroom = len(self._batch.running) << sequence.num_preemptions
-        # With nobody else in the batch it starts if it fits, and the rest of its group follows as it can.
-        num_wanted = num_blocks + (num_following + headroom if len(self._batch.running) else 0)
-        if num_wanted > draft.num_spare or num_places > draft.num_places:
+        demand = self._demand_to_start(draft, sequence, reuse)
+        if not self._has_room(draft, demand):
             return False
         if draft.num_affordable(sequence.num_tokens - reuse.num_tokens) == 0:
             return False
-        draft.num_places -= num_places
-        draft.num_spare -= num_blocks + (num_following if group.beams is not None else 0)
+        draft.num_places -= demand.num_places
+        draft.num_spare -= demand.num_blocks + (demand.num_following if group.beams is not None else 0)
         self._start(draft, sequence, reuse)
         return True
+
+    def _has_room(self, draft: Draft, demand: Demand) -> bool:
+        num_running = len(self._batch.running)
+        return demand.fits(num_places=draft.num_places, num_spare=draft.num_spare, num_running=num_running)
+
+    def _demand_to_start(self, draft: Draft, sequence: Sequence, reuse: Reuse) -> Demand:
+        """What the first waiting sequence needs. With nobody else in the batch it starts if it fits, and the rest of
+        its group follows as it can."""
+        group = sequence.group
+        return Demand(
+            num_places=1 if group.beams is None else group.beams.width,
+            num_blocks=self._num_lacking(sequence, reuse),
+            num_following=0 if group.num_running else self._num_following(self._others_to_start(draft, sequence)),
+            num_preemptions=sequence.num_preemptions,
+        )
+
+    def _demand_to_return(self, swapped: Sequences[Sequence]) -> Demand:
+        """What the swapped-out sequences of a group need."""
+        group = swapped[0].group
+        num_blocks = len({block_id for sequence in swapped for block_id in sequence.host_table})
+        num_blocks += sum(self._blocks.num_missing(sequence.host_table, sequence.num_tokens) for sequence in swapped)
+        return Demand(
+            num_places=len(swapped) if group.beams is None else group.beams.width - group.num_running,
+            num_blocks=num_blocks,
+            num_following=0,
+            num_preemptions=max(sequence.num_preemptions for sequence in swapped),
+        )
 
     def _park(self, sequence: Sequence, key: WakeKey) -> bool:
         """Lets others pass the first waiting sequence. So many may stand aside as may run, so that a step never costs
@@ -193,6 +232,7 @@ class Planner:
         num_prompt = len(group.request.prompt_token_ids)
         group.started_at = draft.now
         group.num_cached_tokens = min(num_prompt, reuse.num_tokens)
+        group.charge(num_prompt - group.num_cached_tokens)
         if self._blocks.enable_prefix_caching:
             counts = self._batch.counts
             counts.num_prefix_query_tokens += num_prompt
@@ -201,15 +241,12 @@ class Planner:
 
     def _return(self, draft: Draft, group: SequenceGroup) -> bool:
         """Moves a group's swapped-out sequences back into the batch, all at once. Returns whether they fit."""
-        swapped = [sequence for sequence in group.sequences if sequence.status is SequenceStatus.SWAPPED]
-        num_places = len(swapped) if group.beams is None else group.beams.width - group.num_running
-        num_blocks = len({block_id for sequence in swapped for block_id in sequence.host_table})
-        num_blocks += sum(self._blocks.num_missing(sequence.host_table, sequence.num_tokens) for sequence in swapped)
-        headroom = len(self._batch.running) << max(sequence.num_preemptions for sequence in swapped)
-        if num_places > draft.num_places or num_blocks + headroom > draft.num_spare or not draft.num_affordable(1):
+        swapped = _swapped(group)
+        demand = self._demand_to_return(swapped)
+        if not self._has_room(draft, demand) or not draft.num_affordable(1):
             return False
-        draft.num_places -= num_places
-        draft.num_spare -= num_blocks
+        draft.num_places -= demand.num_places
+        draft.num_spare -= demand.num_blocks
         self._batch.swap_in(swapped)
         for sequence in swapped:
             draft.started.add(sequence.sequence_id)
@@ -223,9 +260,13 @@ class Planner:
         if start < len(table) * self._blocks.block_size:
             block_id = table[start // self._blocks.block_size]
             assert self._blocks.is_writable(block_id), f"block {block_id} is shared and would be written to"
-        samples = num_tokens == sequence.num_to_compute
+        samples = num_tokens == sequence.num_to_compute and not sequence.group.is_prompt_only
         row = Row(sequence, start, num_tokens, samples, self._blocks.extend(table, start + num_tokens))
         sequence.num_planned += num_tokens
         sequence.num_plans += 1
         sequence.num_in_flight += samples and sequence.group.beams is None
         draft.add(row)
+
+
+def _swapped(group: SequenceGroup) -> list[Sequence]:
+    return [sequence for sequence in group.sequences if sequence.status is SequenceStatus.SWAPPED]

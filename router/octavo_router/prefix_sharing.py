@@ -51,7 +51,8 @@ class PrefixSharing:
     def find(self, sequence: Sequence, draft: Draft) -> Reuse | WakeKey:
         """The most that the sequence can start with, or what it has to wait for. Its last token is left to compute.
 
-        Of its group it takes the prompt, as soon as an earlier plan computes it to the end. Nothing is taken yet.
+        Of its group it takes the prompt, as soon as an earlier plan computes it to the end. A prompt whose
+        log-probabilities are asked for is computed. Nothing is taken yet.
         """
         block_size = self._blocks.block_size
         most = sequence.num_tokens - 1
@@ -64,7 +65,9 @@ class PrefixSharing:
                 return running[0].sequence_id
         cached: list[CachedBlock] = []
         if self._blocks.enable_prefix_caching:
-            cache, num_full = self._blocks.cache, most // block_size
+            scores = sequence.group.prompt_scores
+            most_cached = most if scores is None else scores.num_reusable(most)
+            cache, num_full = self._blocks.cache, most_cached // block_size
             block_hashes = self.block_hashes(sequence, num_full)
             cached = cache.match(block_hashes, num_full)
             num_awaited = len(cached)

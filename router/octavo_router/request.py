@@ -35,6 +35,26 @@ class Beams:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRules:
+    """Which tokens a request favours, disfavours or forbids: as octavo.v1.SamplingParams says.
+
+    logit_bias: (token id, bias) by id; bad_words: sequences of token ids that must not appear; grammar: llguidance's
+    JSON, empty for none.
+    """
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    grammar: str = ""
+
+
+NO_RULES = TokenRules()
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are chosen. Sample i draws from seed + i (modulo 2^64).
 
@@ -50,11 +70,13 @@ class Sampling:
     n: int = 1
     best_of: int = 1
     beams: Beams | None = None
+    rules: TokenRules = NO_RULES
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When a sample ends. max_tokens is resolved: it never leads past the context's end."""
+    """When a sample ends. max_tokens is resolved: it never leads past the context's end. With 0 only the prompt is
+    computed."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -66,11 +88,15 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What comes back. logprobs is the number of likeliest tokens beside the sampled one; None asks for none."""
+    """What comes back. logprobs is the number of likeliest tokens beside the sampled one; None asks for none.
+    prompt_logprobs: the same for the prompt's tokens. shown_special_ids: special tokens that the text shows whatever
+    skip_special_tokens says."""
 
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = False
+    shown_special_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +118,8 @@ class Request:
     """One request as the engine takes it.
 
     prompt_token_ids: at least one; deadline: in the engine clock's seconds (time.monotonic), None for none; cache_salt:
-    cached prefixes are shared only between equal salts; resumed: samples that go on behind what their caller holds.
+    cached prefixes are shared only between equal salts; tenant: whom the request is accounted to, within its priority;
+    resumed: samples that go on behind what their caller holds.
     """
 
     request_id: str
@@ -103,6 +130,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""
+    tenant: str = ""
     resumed: tuple[ResumedSample, ...] = ()
 
 

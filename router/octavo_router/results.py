@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 
 from octavo_router.beam_search import Hypothesis
-from octavo_router.plan import StepResult
+from octavo_router.plan import LogprobColumns, StepResult
 from octavo_router.request import FinishReason, TokenLogprobs
 from octavo_router.sequence import Sequence, SequenceGroup
 
@@ -42,10 +42,19 @@ class RequestFailed:
     message: str
 
 
-Event = TokenSampled | BeamsFinished | RequestFailed
+@dataclass(frozen=True, slots=True)
+class PromptComputed:
+    """A prompt's log-probabilities are complete, or the request ended with its prompt (is_end)."""
+
+    group: SequenceGroup
+    is_end: bool
+
+
+Event = TokenSampled | BeamsFinished | RequestFailed | PromptComputed
 
 SampledToken = tuple[Sequence, int, TokenLogprobs | None]
 BeamCandidates = tuple[Sequence, list[tuple[int, float]]]
+PromptStretch = tuple[Sequence, int, LogprobColumns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +62,14 @@ class PlanInFlight:
     """What must be remembered of a plan until its result is back.
 
     computed: each scheduled sequence, with the position up to which it is computed then; sampled: those of them that a
-    token, or candidates, are due for.
+    token, or candidates, are due for. prompts: those whose request watches its prompt and that compute some of it.
     """
 
     step_seq: int
     num_tokens: int
     computed: list[tuple[Sequence, int]]
     sampled: list[Sequence]
+    prompts: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
 def match_tokens(plan: PlanInFlight, result: StepResult) -> list[SampledToken]:
@@ -106,6 +116,37 @@ def match_candidates(plan: PlanInFlight, result: StepResult) -> list[BeamCandida
         ]
     except ValueError as error:
         raise ProtocolError(f"step {plan.step_seq} brought candidates whose columns do not fit: {error}") from error
+
+
+def match_prompts(plan: PlanInFlight, result: StepResult) -> list[PromptStretch]:
+    """A result's log-probabilities of prompts with the sequences they are for, without those that ended meanwhile.
+
+    Raises ProtocolError where the result does not fit the plan; changes nothing.
+    """
+    if not plan.prompts and not result.prompt_logprobs:
+        return []
+    asked = {member.sequence_id: member for member, _ in plan.prompts if member.group.prompt_scores is not None}
+    found: list[PromptStretch] = []
+    num_there: dict[SequenceGroup, int] = {}
+    for stretch in result.prompt_logprobs:
+        sequence = asked.get(stretch.sequence_id)
+        if sequence is None or sequence.group.prompt_scores is None:
+            raise ProtocolError(f"step {plan.step_seq} brought the prompt of sequence {stretch.sequence_id}, unasked")
+        if not sequence.is_live:
+            continue
+        try:
+            num_there[sequence.group] = sequence.group.prompt_scores.num_after(stretch.start_position, stretch.columns)
+        except ValueError as error:
+            raise ProtocolError(f"step {plan.step_seq} brought a prompt that does not fit: {error}") from error
+        found.append((sequence, stretch.start_position, stretch.columns))
+    failed = {error.sequence_id for error in result.errors}
+    for sequence, num_computed in plan.prompts:
+        scores = sequence.group.prompt_scores
+        if scores is None or not sequence.is_live or sequence.sequence_id in failed:
+            continue
+        if num_there.get(sequence.group, scores.num_scored) < scores.num_due(num_computed):
+            raise ProtocolError(f"step {plan.step_seq} brought too little of the prompt of {sequence.sequence_id}")
+    return found
 
 
 def _check_answered(plan: PlanInFlight, result: StepResult, due: list[Sequence], answered: set[int], what: str) -> None:

@@ -17,6 +17,8 @@ _FINISH_REASONS = {
     pb.FINISH_REASON_UNSPECIFIED: None,
     pb.FINISH_REASON_STOP: FinishReason.STOP,
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    # What a sample called is said of its text; the engine knows that it stopped.
+    pb.FINISH_REASON_TOOL_CALLS: FinishReason.STOP,
 }
 
 
@@ -63,10 +65,10 @@ def resumed_samples(
 ) -> tuple[ResumedSample, ...]:
     """What the caller holds of the generation, by sample; samples of which it holds nothing are left out.
 
-    Empty for beam searches and best_of above n, which start over. num_echo_bytes: length of the echoed prompt, with
+    Empty for beam searches and best_of above n, which start over, and where no token is generated. num_echo_bytes: length of the echoed prompt, with
     which each sample's text began. Raises ResumeMismatchError for a sample that the request cannot have.
     """
-    if starts_over(sampling):
+    if starts_over(sampling) or not max_tokens:
         return ()
     held: dict[int, ResumedSample] = {}
     for sample in resume.samples:
@@ -117,7 +119,7 @@ def _resumed_sample(sample: pb.ResumedSample, num_bytes: int, *, max_tokens: int
     if sample.finish_reason not in _FINISH_REASONS:
         raise ResumeMismatchError(
             f"the resume has finish_reason {sample.finish_reason} of sample {index}; "
-            "samples end with FINISH_REASON_STOP or FINISH_REASON_LENGTH"
+            "samples end with FINISH_REASON_STOP, FINISH_REASON_LENGTH or FINISH_REASON_TOOL_CALLS"
         )
     if num_bytes and not token_ids:
         raise ResumeMismatchError(

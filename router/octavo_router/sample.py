@@ -26,7 +26,8 @@ class End:
 class Sample:
     """One sample's text and counts.
 
-    num_tokens: all of its tokens; num_held: those of them that its caller held on arrival; first_token_at: when the
+    num_tokens: all of its tokens; num_held: those of them that its caller held on arrival, held_text what they said;
+    first_token_at: when the
     first of the others came, in the engine's clock; end: None while it goes on.
     """
 
@@ -37,6 +38,7 @@ class Sample:
         "cumulative_logprob",
         "end",
         "first_token_at",
+        "held_text",
         "num_held",
         "num_tokens",
     )
@@ -47,6 +49,7 @@ class Sample:
         self._unsent_text = ""
         self.num_tokens = 0
         self.num_held = 0
+        self.held_text = ""
         self.cumulative_logprob = 0.0
         self.first_token_at = 0.0
         self.end: End | None = None
@@ -106,7 +109,9 @@ class Sample:
             elif self.num_tokens + 1 == max_tokens:
                 end = End(FinishReason.LENGTH)
             self.append(token_id, end)
-        self._unsent_text = _behind(self._text.take(), held)
+        text = self._text.take()
+        self._unsent_text = _behind(text, held)
+        self.held_text = text[: len(text) - len(self._unsent_text)]
         return self._unsent_text != "" or self.end is not None
 
 
@@ -118,6 +123,7 @@ def blank_text(request: Request, tokenizer: Tokenizer) -> TextStream:
         tokenizer,
         skip_special_tokens=request.output.skip_special_tokens,
         spaces_between_special_tokens=request.output.spaces_between_special_tokens,
+        shown_special_ids=request.output.shown_special_ids,
         stop=request.stopping.stop,
         include_stop=request.stopping.include_stop_in_text,
     )

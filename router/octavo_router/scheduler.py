@@ -30,20 +30,29 @@ from octavo_router.results import (
     BeamsFinished,
     Event,
     PlanInFlight,
+    PromptComputed,
+    PromptStretch,
     ProtocolError,
     RequestFailed,
     TokenSampled,
     match_candidates,
+    match_prompts,
     match_tokens,
 )
 from octavo_router.sequence import Sequence, SequenceGroup
+from octavo_router.suspects import Suspects
+
+MAX_WORKER_FAILURES = 3
 
 
 class Scheduler:
     """The queues, the blocks and the plans in flight of one worker. Built without a session: plans nothing until it
     has one."""
 
-    def __init__(self, limits: Limits, *, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, limits: Limits, *, eos_token_ids: frozenset[int], max_worker_failures: int = MAX_WORKER_FAILURES
+    ) -> None:
+        """max_worker_failures: deaths of the worker behind which the request that caused them fails."""
         self.limits = limits
         self.eos_token_ids = eos_token_ids
         self.batch = Batch(limits)
@@ -55,6 +64,7 @@ class Scheduler:
         self._arrival = 0
         self._next_sequence_id = 1
         self._live: dict[int, Sequence] = {}
+        self._suspects = Suspects(max_worker_failures)
         self._reset(epoch=None)
 
     def _reset(self, epoch: int | None) -> None:
@@ -149,6 +159,10 @@ class Scheduler:
             self.num_requests -= 1
             if group.started_at is None:
                 self._count_out(group)
+            self.waiting.close(group)
+            if self._suspects:
+                self._suspects.forget(group)
+                self.waiting.only = self._suspects.on_trial
 
     def cancel(self, group: SequenceGroup) -> None:
         """Ends every sequence of a request that has not ended."""
@@ -218,6 +232,7 @@ class Scheduler:
             raise ProtocolError(f"the worker answers step {result.step_seq}; step {self.last_step_seq + 1} is due")
         plan = self._in_flight[0]
         tokens, candidates = match_tokens(plan, result), match_candidates(plan, result)
+        stretches = match_prompts(plan, result)
         self._in_flight.popleft()
         self.last_step_seq = plan.step_seq
         for sequence in plan.sampled:
@@ -231,6 +246,11 @@ class Scheduler:
             if sequence.is_live:
                 sequence.num_computed = num_computed
                 self.batch.prefixes.publish(sequence)
+        if self._suspects:
+            self._suspects.computed(sequence for sequence, _ in plan.computed)
+            self.waiting.only = self._suspects.on_trial
+        if plan.prompts:
+            events += self._accept_prompts(plan.prompts, stretches)
         for sequence, token_id, logprobs in tokens:
             if sequence.is_live:
                 events.append(self._accept(sequence, token_id, logprobs))
@@ -239,9 +259,26 @@ class Scheduler:
                 events.append(event)
         return events
 
+    def _accept_prompts(
+        self, computed: Sequences[tuple[Sequence, int]], stretches: Sequences[PromptStretch]
+    ) -> list[PromptComputed]:
+        """Collects what came of prompts, and ends the requests that are over with theirs."""
+        complete: dict[SequenceGroup, None] = {}
+        for sequence, start_position, columns in stretches:
+            scores = sequence.group.prompt_scores
+            if sequence.is_live and scores is not None and scores.add(start_position, columns):
+                complete[sequence.group] = None
+        for sequence, num_computed in computed:
+            group = sequence.group
+            if group.is_prompt_only and sequence.is_live and num_computed == len(sequence.prompt_token_ids):
+                self.finish(sequence)
+                complete[group] = None
+        return [PromptComputed(group, is_end=group.is_prompt_only) for group in complete]
+
     def _accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> TokenSampled:
         """Appends a token to a live sequence and ends it where that is due."""
         sequence.output_token_ids.append(token_id)
+        sequence.group.charge(1)
         end = sequence.group.end_of(sequence)
         if end is None:
             return TokenSampled(sequence, token_id, logprobs)
@@ -254,6 +291,7 @@ class Scheduler:
         """Hands a live beam's candidates to its search, which decides once it has everybody's."""
         group = sequence.group
         assert group.beams is not None
+        group.charge(1)
         if not group.beams.add(sequence.sample_index, candidates):
             return None
         try:
@@ -271,11 +309,16 @@ class Scheduler:
 
     # Sessions
 
-    def end_session(self) -> None:
+    def end_session(self) -> list[RequestFailed]:
         """The worker was lost with all it held: everyone who ran waits again, to be computed anew from the tokens so
-        far."""
+        far. Returns the request that is held to be the cause; it has ended."""
+        in_flight = {sequence: None for plan in self._in_flight for sequence, _ in plan.computed}
+        convicted = self._suspects.worker_died(in_flight)
         self.batch.lose_all()
         self._reset(epoch=None)
+        failed = [] if convicted is None else [self._fail(*convicted)]
+        self.waiting.only = self._suspects.on_trial
+        return failed
 
     def begin_session(self, epoch: int, limits: Limits) -> list[RequestFailed]:
         """A worker is there. Returns the requests that it could never hold; they have ended."""

@@ -10,7 +10,9 @@ import enum
 from collections.abc import Sequence as TokenIds
 
 from octavo_router.beam_group import BeamGroup
+from octavo_router.fairness import Account
 from octavo_router.plan import NewSequence, SequenceParams
+from octavo_router.prompt_logprobs import PromptScores
 from octavo_router.request import FinishReason, Request
 
 SEED_MODULUS = 1 << 64
@@ -32,21 +34,29 @@ class SequenceGroup:
 
     stop_ids: token ids that end a sample. arrived_at and started_at are in the caller's clock; started_at is None until
     the first sequence is in a plan. num_cached_tokens: tokens of the prompt that were in the prefix cache then.
-    prompt_hashes: of the prompt's full blocks, as far as somebody asked.
+    account: of its tenant, from the first wait to the end; is_admitted: whether a sequence of it has started once.
+    prompt_hashes: of the prompt's full blocks, as far as somebody asked. prompt_scores: the prompt's log-probabilities,
+    None where they are not asked for. is_prompt_only: no token is generated; one sequence computes the prompt, whatever
+    the number of samples, and ends with it. watches_prompt: either, so that it matters how far the prompt is computed.
     """
 
     __slots__ = (
+        "account",
         "arrival",
         "arrived_at",
         "beams",
+        "is_admitted",
+        "is_prompt_only",
         "num_cached_tokens",
         "num_running",
         "num_unfinished",
         "prompt_hashes",
+        "prompt_scores",
         "request",
         "sequences",
         "started_at",
         "stop_ids",
+        "watches_prompt",
     )
 
     def __init__(
@@ -56,13 +66,22 @@ class SequenceGroup:
         self.arrival = arrival
         self.arrived_at = now
         self.started_at: float | None = None
+        self.account: Account | None = None
+        self.is_admitted = False
         self.num_cached_tokens = 0
         self.num_running = 0
         self.prompt_hashes: list[bytes] = []
+        self.prompt_scores: PromptScores | None = None
+        if request.output.prompt_logprobs is not None:
+            self.prompt_scores = PromptScores(len(request.prompt_token_ids))
         stopping, sampling = request.stopping, request.sampling
+        self.is_prompt_only = stopping.max_tokens == 0
+        self.watches_prompt = self.is_prompt_only or self.prompt_scores is not None
         self.stop_ids = stopping.stop_token_ids if stopping.ignore_eos else stopping.stop_token_ids | eos_token_ids
         self.beams = BeamGroup(request, eos_token_ids=self.stop_ids) if sampling.beams is not None else None
         num_sequences = max(sampling.n, sampling.best_of) if self.beams is None else self.beams.width
+        if self.is_prompt_only:
+            num_sequences = 1
         self.sequences = [
             Sequence(self, sequence_id=first_sequence_id + index, sample_index=index) for index in range(num_sequences)
         ]
@@ -76,6 +95,11 @@ class SequenceGroup:
             sequence.output_token_ids.extend(resumed.token_ids)
             if resumed.finish_reason is not None or self.end_of(sequence) is not None:
                 sequence.status = SequenceStatus.FINISHED
+
+    def charge(self, num_tokens: int) -> None:
+        """Accounts computed tokens to its tenant."""
+        if self.account is not None:
+            self.account.num_served += num_tokens
 
     def end_of(self, sequence: Sequence) -> tuple[FinishReason, int | None] | None:
         """Why the last token of a sample's ends it, with the id where it is that; None if it does not."""
@@ -125,7 +149,9 @@ class Sequence:
     prefix cache; block_hashes: of its full blocks, as far as somebody asked. num_plans: plans in flight that compute
     any of it. host_table: where its blocks are while it is swapped out.
 
-    order: whoever has the smaller one goes first. It never changes, so that a preempted sequence keeps its place.
+    order: whoever has the smaller one goes first. It is given when the request is admitted and never changes, so that
+    a preempted sequence keeps its place. num_preemptions: how often it lost its blocks, num_evictions: how often to a
+    request that arrived with a better priority.
     """
 
     __slots__ = (
@@ -134,6 +160,7 @@ class Sequence:
         "group",
         "host_table",
         "num_computed",
+        "num_evictions",
         "num_in_flight",
         "num_planned",
         "num_plans",
@@ -158,6 +185,7 @@ class Sequence:
         self.host_table: list[int] = []
         self.block_hashes: list[bytes] = []
         self.num_preemptions = 0
+        self.num_evictions = 0
         self.status = SequenceStatus.WAITING
         self.start_over()
 
@@ -167,6 +195,11 @@ class Sequence:
         self.num_in_flight = self.num_plans = 0
 
     @property
+    def priority(self) -> int:
+        """Its request's: lower goes first."""
+        return self.group.request.priority
+
+    @property
     def num_tokens(self) -> int:
         """Its length once every plan in flight is answered."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
@@ -174,7 +207,7 @@ class Sequence:
     @property
     def num_to_compute(self) -> int:
         """Tokens to compute before the next one can be sampled: 1 for a decode, more for a prefill. 0 only for a beam
-        that waits for the others."""
+        that waits for the others, and for a prompt behind which nothing is sampled."""
         return self.num_tokens - self.num_planned
 
     @property
@@ -186,6 +219,8 @@ class Sequence:
     def has_all_planned(self) -> bool:
         """Whether nothing more may be planned for now: the plans in flight bring its last token at the latest, or it
         is a beam that waits for the others."""
+        if self.group.is_prompt_only:
+            return self.num_to_compute == 0
         num_output = len(self.output_token_ids) + self.num_in_flight
         return num_output >= self.group.request.stopping.max_tokens or self.num_to_compute == 0
 
@@ -212,7 +247,7 @@ class Sequence:
         assert self.num_in_flight == 0, (
             f"sequence {self.sequence_id} is sent with {self.num_in_flight} tokens in flight"
         )
-        request, beams = self.group.request, self.group.beams
+        request, beams, scores = self.group.request, self.group.beams, self.group.prompt_scores
         sampling, stopping, output = request.sampling, request.stopping, request.output
         suppressed = tuple(sorted(self.group.stop_ids)) if stopping.min_tokens else ()
         return NewSequence(
@@ -230,6 +265,9 @@ class Sequence:
                 suppressed_token_ids=suppressed,
                 min_token_count=stopping.min_tokens,
                 candidate_count=beams.search.num_candidates if beams is not None else 0,
+                return_prompt_logprobs=scores is not None and not scores.is_complete,
+                top_prompt_logprob_count=output.prompt_logprobs or 0,
+                rules=sampling.rules,
             ),
             block_ids=list(self.block_table),
         )

@@ -14,7 +14,7 @@ from octavo_router.request import Sampling
 class ServedModel:
     """What is served. names: what requests may call it, the first is reported; max_model_len: most tokens of a
     request, prompt and output, that the model, the settings and the KV pool admit; created_unix_s: when the router
-    began to serve it.
+    began to serve it; capabilities: what its worker can do beyond the base contract, as octavo.worker.v1.Capability.
     """
 
     names: tuple[str, ...]
@@ -26,6 +26,7 @@ class ServedModel:
     num_device_blocks: int
     default_sampling: Sampling
     created_unix_s: float
+    capabilities: frozenset[int]
 
     @classmethod
     def from_description(
@@ -49,6 +50,7 @@ class ServedModel:
             num_device_blocks=memory.device_block_count,
             default_sampling=default_sampling,
             created_unix_s=created_unix_s,
+            capabilities=frozenset(description.capabilities),
         )
 
 

@@ -7,7 +7,7 @@ from octavo.config import RouterConfig
 from octavo.v1 import admin_pb2
 from octavo.worker.v1 import worker_pb2
 from octavo_router.block_pool import BlockPool
-from octavo_router.metrics import Gauges
+from octavo_router.metrics import Gauges, Metrics
 from octavo_router.scheduler import Scheduler
 
 
@@ -49,6 +49,19 @@ def worker_state(
         model_digest=description.model.digest,
         dtype=description.model.dtype,
         backend=description.backend,
+    )
+
+
+def totals(scheduler: Scheduler, metrics: Metrics) -> admin_pb2.Totals:
+    """What was done since the router started."""
+    counts = scheduler.counts
+    return admin_pb2.Totals(
+        accepted_request_count=metrics.num_accepted,
+        prompt_token_count=metrics.num_prompt_tokens,
+        completion_token_count=metrics.num_generation_tokens,
+        prefix_query_token_count=counts.num_prefix_query_tokens,
+        prefix_hit_token_count=counts.num_prefix_hit_tokens,
+        preemption_count=counts.num_preemptions,
     )
 
 

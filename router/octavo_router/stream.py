@@ -9,12 +9,12 @@ stop string ends it, is `sample.py`'s.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 from octavo.errors import OctavoError
 from octavo_router.beam_search import Hypothesis
-from octavo_router.request import FinishReason, RequestUpdate, SampleDelta, Usage
+from octavo_router.request import FinishReason, RequestUpdate, SampleDelta, TokenLogprobs, Usage
 from octavo_router.results import TokenSampled
 from octavo_router.sample import End, Sample, blank_text
 from octavo_router.sequence import SequenceGroup
@@ -43,7 +43,8 @@ class Delivery:
         self._error: OctavoError | None = None
         self._unread: dict[int, SampleDelta] = {}
         self._changed = asyncio.Event()
-        self.samples = [self._new_sample() for _ in group.sequences] if request.sampling.beams is None else []
+        num_samples = request.sampling.n if group.is_prompt_only else len(group.sequences)
+        self.samples = [self._new_sample() for _ in range(num_samples)] if request.sampling.beams is None else []
         for held in request.resumed:
             sample = self.samples[held.sample_index]
             if sample.resume(held, group.stop_ids):
@@ -73,6 +74,14 @@ class Delivery:
         if self._is_streamed:
             self._changed.set()
         return delta.finish_reason
+
+    def add_prompt(self, *, is_end: bool) -> None:
+        """The prompt's log-probabilities are there. is_end: the request is for nothing more, so all samples end."""
+        if is_end:
+            for index, sample in enumerate(self.samples):
+                sample.end = End(FinishReason.LENGTH)
+                _tell_end(self._delta(index), sample)
+        self._changed.set()
 
     def add_beams(self, hypotheses: Sequence[Hypothesis]) -> None:
         """Takes in the beams that a search ended with, best first; the first n come back."""
@@ -120,6 +129,20 @@ class Delivery:
         self._error = error
         self._changed.set()
 
+    async def prompt_logprobs(self) -> Iterator[TokenLogprobs]:
+        """The log-probabilities of the prompt's tokens from the second on, once all are there; none where they are not
+        asked for. Raises the error that the request ended with before.
+        """
+        scores = self.group.prompt_scores
+        if scores is None:
+            return iter(())
+        while not scores.is_complete:
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
+        return scores.entries(self.group.request.prompt_token_ids)
+
     async def next_update(self) -> RequestUpdate | None:
         """Everything that came since the last call, as soon as there is anything. None: the request has ended.
 
@@ -137,6 +160,10 @@ class Delivery:
             delta.text = self.samples[delta.sample_index].take_text()
         usage, self._usage = self._usage, None
         return RequestUpdate(deltas, usage)
+
+    def held_text(self, index: int) -> str:
+        """What the caller of a resumed request held of a sample's text on arrival; empty where it held nothing."""
+        return self.samples[index].held_text
 
     def _new_sample(self) -> Sample:
         return Sample(self.group.request, self._blank_text.begin_another())
@@ -173,6 +200,14 @@ class RequestStream:
         if update is None:
             raise StopAsyncIteration
         return update
+
+    async def prompt_logprobs(self) -> Iterator[TokenLogprobs]:
+        """As Delivery.prompt_logprobs. To be awaited before the first update, if at all."""
+        return await self._delivery.prompt_logprobs()
+
+    def held_text(self, index: int) -> str:
+        """As Delivery.held_text."""
+        return self._delivery.held_text(index)
 
     def cancel(self) -> None:
         """Ends the request if it has not ended; its memory is released with the next plan sent. Idempotent."""

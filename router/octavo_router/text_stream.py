@@ -24,7 +24,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Self
 
 from octavo.errors import InvalidRequestError
@@ -59,8 +59,10 @@ class TextStream:
         spaces_between_special_tokens: bool = False,
         stop: Sequence[str] = (),
         include_stop: bool = False,
+        shown_special_ids: Set[int] = frozenset(),
     ) -> None:
         """include_stop: the stop string found is part of the text, also where it spells a hidden special token.
+        shown_special_ids: special tokens that are in the text even with skip_special_tokens.
 
         Raises InvalidRequestError for an empty stop string or one with a lone surrogate, which no text contains.
         """
@@ -72,7 +74,8 @@ class TextStream:
                 )
         self._tokenizer = tokenizer
         self._decoder = tokenizer.start_decoder()
-        self._hidden: frozenset[int] = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        special_ids = tokenizer.special_token_ids
+        self._hidden = special_ids - shown_special_ids if skip_special_tokens else frozenset[int]()
         self._spaces = spaces_between_special_tokens and not skip_special_tokens
         self._follows_special = False
         self._include_stop = include_stop

@@ -126,6 +126,10 @@ class Tokenizer:
         """Id of a token, as the vocabulary spells it. None: there is no such token."""
         return self._backend.token_to_id(token)
 
+    def token_spelling(self, token_id: int) -> str:
+        """A token as the vocabulary spells it, such as "\u0120Paris". Empty for an id without a token."""
+        return self._backend.id_to_token(token_id) or ""
+
     def token_text(self, token_id: int) -> str:
         """What a token adds in the middle of a text, with U+FFFD for bytes that are no whole character."""
         return self.token_bytes(token_id).decode(errors="replace")

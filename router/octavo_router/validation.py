@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 from octavo.errors import ContextLengthError, InvalidRequestError, UnsupportedError
 from octavo.v1 import inference_pb2 as pb
 from octavo.v1 import sampling_pb2
+from octavo.worker.v1 import worker_pb2
 from octavo_router.request import Beams, EarlyStopping, Output, Sampling, Stopping
 
 MAX_SAMPLES = 128
@@ -23,26 +24,41 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_REQUEST_ID_LENGTH = 256
+MAX_TENANT_LENGTH = 256
 
-# Fields of the contract that this server does not offer, each with a look whether a request uses it. Neutral values,
-# which ask for nothing, pass.
-_NOT_OFFERED: tuple[tuple[str, Callable[[pb.GenerateRequest], Any]], ...] = (
-    ("adapter", lambda r: r.adapter),
+# Fields of the contract, each with a look whether a request uses it. Neutral values, which ask for nothing, pass.
+Uses = tuple[tuple[str, Callable[[pb.GenerateRequest], Any]], ...]
+
+_NOT_OFFERED: Uses = (("adapter", lambda r: r.adapter),)
+
+_TOKEN_RULES: Uses = (
     ("sampling.presence_penalty", lambda r: r.sampling.presence_penalty != 0),
     ("sampling.frequency_penalty", lambda r: r.sampling.frequency_penalty != 0),
     ("sampling.repetition_penalty", lambda r: _set(r.sampling, "repetition_penalty", 1)),
     ("sampling.logit_bias", lambda r: r.sampling.logit_bias),
     ("sampling.allowed_token_ids", lambda r: r.sampling.allowed_token_ids),
     ("sampling.bad_words", lambda r: r.sampling.bad_words),
-    ("sampling.grammar", lambda r: r.sampling.HasField("grammar")),
-    ("output.prompt_logprobs", lambda r: r.output.HasField("prompt_logprobs")),
+)
+_GRAMMAR: Uses = (("sampling.grammar", lambda r: r.sampling.HasField("grammar")),)
+
+# What a worker may lack.
+_CAPABILITIES: tuple[tuple[worker_pb2.Capability, Uses], ...] = (
+    (worker_pb2.CAPABILITY_LOGIT_PROCESSORS, _TOKEN_RULES),
+    (worker_pb2.CAPABILITY_GRAMMARS, _GRAMMAR),
+    (worker_pb2.CAPABILITY_BEAMS, (("sampling.beam_search", lambda r: r.sampling.HasField("beam_search")),)),
+    (
+        worker_pb2.CAPABILITY_PROMPT_LOGPROBS,
+        (("output.prompt_logprobs", lambda r: r.output.HasField("prompt_logprobs")),),
+    ),
 )
 
-
-# What beam search does without, in the same way: stop strings and log-probabilities are properties of samples.
-_NOT_OFFERED_WITH_BEAMS: tuple[tuple[str, Callable[[pb.GenerateRequest], Any]], ...] = (
+# What beam search does without: stop strings and log-probabilities are properties of samples, and beams are scored by
+# the model's own probabilities.
+_NOT_OFFERED_WITH_BEAMS: Uses = (
     ("stop.stop", lambda r: r.stop.stop),
     ("output.logprobs", lambda r: r.output.HasField("logprobs")),
+    *_TOKEN_RULES,
+    *_GRAMMAR,
 )
 
 _EARLY_STOPPING = {
@@ -53,14 +69,29 @@ _EARLY_STOPPING = {
 }
 
 
-def refuse_unsupported(request: pb.GenerateRequest) -> None:
-    """Raises UnsupportedError, naming the field, where a request uses a part of the contract that is not offered."""
+def refuse_unsupported(request: pb.GenerateRequest, capabilities: Container[int]) -> None:
+    """Raises UnsupportedError, naming the field, where a request uses a part of the contract that is not offered.
+
+    capabilities: the worker's.
+    """
     for field, is_used in _NOT_OFFERED:
         if is_used(request):
             raise unsupported(field)
-    if request.output.echo and request.output.HasField("logprobs"):
-        raise UnsupportedError(
-            "echo together with logprobs is not offered by this server; leave one of them out", field="output.echo"
+    for capability, uses in _CAPABILITIES:
+        if capability in capabilities:
+            continue
+        for field, is_used in uses:
+            if is_used(request):
+                raise UnsupportedError(
+                    f"{field.rpartition('.')[2]} is not offered by this server: its worker lacks "
+                    f"{worker_pb2.Capability.Name(capability)}; leave it out",
+                    field=field,
+                )
+    if request.sampling.HasField("grammar") and request.stop.ignore_eos:
+        raise InvalidRequestError(
+            "ignore_eos together with a grammar has no end: where the grammar ends, only an end-of-sequence token is "
+            "possible; leave one of them out",
+            field="stop.ignore_eos",
         )
     if request.sampling.HasField("beam_search"):
         for field, is_used in _NOT_OFFERED_WITH_BEAMS:
@@ -77,6 +108,21 @@ def unsupported(field: str) -> UnsupportedError:
     return UnsupportedError(f"{field.rpartition('.')[2]} is not offered by this server; leave it out", field=field)
 
 
+def is_prompt_only(request: pb.GenerateRequest) -> bool:
+    """Whether a request asks for its prompt alone: max_tokens is 0, and something of the prompt comes back.
+
+    Raises InvalidRequestError for max_tokens 0 where nothing would come back, or samples would have to be compared.
+    """
+    if not request.stop.HasField("max_tokens") or request.stop.max_tokens:
+        return False
+    if not request.output.echo and not request.output.HasField("prompt_logprobs"):
+        raise _out_of_range("stop.max_tokens", 0, "at least 1, or 0 with echo or prompt_logprobs")
+    sampling = request.sampling
+    if sampling.HasField("beam_search") or sampling.best_of > max(sampling.n, 1):
+        raise _out_of_range("stop.max_tokens", 0, "at least 1 with best_of above n and with beam search")
+    return True
+
+
 def check_request_id(request_id: str) -> None:
     """Raises InvalidRequestError for a request_id that would spoil a log: too long, or with control characters."""
     if len(request_id) > MAX_REQUEST_ID_LENGTH or not request_id.isprintable():
@@ -86,17 +132,25 @@ def check_request_id(request_id: str) -> None:
         )
 
 
+def check_tenant(tenant: str) -> None:
+    """Raises InvalidRequestError for a name that is too long to be one."""
+    if len(tenant) > MAX_TENANT_LENGTH:
+        raise InvalidRequestError(
+            f"tenant has {len(tenant)} characters; the limit is {MAX_TENANT_LENGTH}", field="tenant"
+        )
+
+
 def sampling_of(message: sampling_pb2.SamplingParams, defaults: Sampling) -> Sampling:
     """How tokens are chosen. Unset fields take the model's defaults; a seed that is not given is drawn.
 
     Raises InvalidRequestError for a value out of its range.
     """
     n = message.n if message.HasField("n") else 1
-    _in_range("sampling.n", n, 1, MAX_SAMPLES)
+    in_range("sampling.n", n, 1, MAX_SAMPLES)
     # 63 bits, so that a drawn seed is a positive number in every client language.
     seed = message.seed if message.HasField("seed") else secrets.randbits(63)
     temperature = message.temperature if message.HasField("temperature") else defaults.temperature
-    _in_range("sampling.temperature", temperature, 0, 2)
+    in_range("sampling.temperature", temperature, 0, 2)
     top_p = message.top_p if message.HasField("top_p") else defaults.top_p
     if not 0 < top_p <= 1:
         raise _out_of_range("sampling.top_p", top_p, "above 0 and at most 1")
@@ -104,7 +158,7 @@ def sampling_of(message: sampling_pb2.SamplingParams, defaults: Sampling) -> Sam
     if top_k < -1:
         raise _out_of_range("sampling.top_k", top_k, "at least 1, or 0 or -1 for all tokens")
     min_p = message.min_p if message.HasField("min_p") else defaults.min_p
-    _in_range("sampling.min_p", min_p, 0, 1)
+    in_range("sampling.min_p", min_p, 0, 1)
     if message.HasField("beam_search"):
         return Sampling(temperature=0.0, seed=seed, n=n, best_of=n, beams=_beams_of(message, n))
     best_of = message.best_of if message.HasField("best_of") else n
@@ -118,7 +172,7 @@ def sampling_of(message: sampling_pb2.SamplingParams, defaults: Sampling) -> Sam
 def _beams_of(message: sampling_pb2.SamplingParams, n: int) -> Beams:
     """The beam search that a request asks for. Raises InvalidRequestError for what does not go with it."""
     beams = message.beam_search
-    _in_range("sampling.beam_search.beam_width", beams.beam_width, 1, MAX_BEAM_WIDTH)
+    in_range("sampling.beam_search.beam_width", beams.beam_width, 1, MAX_BEAM_WIDTH)
     if n > beams.beam_width:
         raise _out_of_range("sampling.n", n, f"at most beam_width, which is {beams.beam_width}, with beam search")
     # A temperature of 1 leaves probabilities as they are, and one of 0 asks for the likeliest: beams do both.
@@ -133,7 +187,7 @@ def _beams_of(message: sampling_pb2.SamplingParams, n: int) -> Beams:
             path = f"sampling.{field}"
             raise _out_of_range(path, getattr(message, field), f"{allowed}, with beam search, which samples nothing")
     length_penalty = beams.length_penalty if beams.HasField("length_penalty") else 1.0
-    _in_range("sampling.beam_search.length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
+    in_range("sampling.beam_search.length_penalty", length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     if beams.early_stopping not in _EARLY_STOPPING:
         raise _out_of_range(
             "sampling.beam_search.early_stopping", beams.early_stopping, "one of the values of BeamEarlyStopping"
@@ -142,17 +196,22 @@ def _beams_of(message: sampling_pb2.SamplingParams, n: int) -> Beams:
 
 
 def stopping_of(
-    message: sampling_pb2.StopConditions, *, num_prompt_tokens: int, max_model_len: int, vocab_size: int
+    message: sampling_pb2.StopConditions,
+    *,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    vocab_size: int,
+    is_prompt_only: bool = False,
 ) -> Stopping:
-    """When samples end. Unset max_tokens lets them run to the context's end.
+    """When samples end. Unset max_tokens lets them run to the context's end; 0 is for `is_prompt_only`.
 
     Raises ContextLengthError where prompt and max_tokens exceed max_model_len: nothing is capped or cut. Raises
     InvalidRequestError for other values out of their range.
     """
-    check_prompt_length(num_prompt_tokens, max_model_len)
+    check_prompt_length(num_prompt_tokens, max_model_len, is_prompt_only=is_prompt_only)
     max_tokens = max_model_len - num_prompt_tokens
     if message.HasField("max_tokens"):
-        if message.max_tokens < 1:
+        if message.max_tokens < 1 and not is_prompt_only:
             raise _out_of_range("stop.max_tokens", message.max_tokens, "at least 1")
         if message.max_tokens > max_tokens:
             raise ContextLengthError(
@@ -185,20 +244,29 @@ def output_of(message: sampling_pb2.OutputOptions) -> Output:
     """What comes back. Raises InvalidRequestError for too many log-probabilities."""
     logprobs = message.logprobs if message.HasField("logprobs") else None
     if logprobs is not None:
-        _in_range("output.logprobs", logprobs, 0, MAX_LOGPROBS)
+        in_range("output.logprobs", logprobs, 0, MAX_LOGPROBS)
+    prompt_logprobs = message.prompt_logprobs if message.HasField("prompt_logprobs") else None
+    if prompt_logprobs is not None:
+        in_range("output.prompt_logprobs", prompt_logprobs, 0, MAX_LOGPROBS)
     return Output(
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
         spaces_between_special_tokens=message.spaces_between_special_tokens,
     )
 
 
-def check_prompt_length(num_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
-    """Raises ContextLengthError where a prompt leaves no room for one token. at_least: num_tokens is a lower bound."""
-    if num_tokens >= max_model_len:
+def check_prompt_length(
+    num_tokens: int, max_model_len: int, *, at_least: bool = False, is_prompt_only: bool = False
+) -> None:
+    """Raises ContextLengthError where a prompt leaves no room for one token, which is not needed for `is_prompt_only`.
+    at_least: num_tokens is a lower bound.
+    """
+    longest = max_model_len if is_prompt_only else max_model_len - 1
+    if num_tokens > longest:
         raise ContextLengthError(
             f"the prompt has {'at least ' if at_least else ''}{num_tokens} tokens; at most {max_model_len} are "
-            f"possible, prompt and output together: shorten the prompt to at most {max_model_len - 1} tokens",
+            f"possible, prompt and output together: shorten the prompt to at most {longest} tokens",
             field="prompt",
         )
 
@@ -232,7 +300,8 @@ def _check_stop_strings(stop: Iterable[str]) -> None:
             )
 
 
-def _in_range(field: str, value: float, low: float, high: float) -> None:
+def in_range(field: str, value: float, low: float, high: float) -> None:
+    """Raises InvalidRequestError for a value of a field, given by its path, that is not from low to high."""
     if math.isnan(value) or not low <= value <= high:
         raise _out_of_range(field, value, f"from {low:g} to {high:g}")
 

@@ -1,7 +1,7 @@
 """The seam to a worker, and its gRPC implementation: plans go out, results come in.
 
-Turns `plan.py`'s columns into octavo.worker.v1 and back, keeps the stream alive and says when it is lost. What to send,
-and what to do after a loss, is the engine's.
+Keeps the stream alive and says when it is lost. The messages are `worker_messages.py`'s. What to send, and what to do
+after a loss, is the engine's.
 """
 
 from __future__ import annotations
@@ -16,24 +16,16 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from octavo.authentication import METADATA_KEY, bearer
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo.worker.v1 import worker_pb2_grpc
-from octavo_router.plan import (
-    BlockMoves,
-    Candidates,
-    Forks,
-    LogprobColumns,
-    NewSequence,
-    SequenceFailure,
-    StepPlan,
-    StepResult,
-)
+from octavo_router.plan import StepPlan, StepResult
 from octavo_router.request import Sampling
+from octavo_router.worker_messages import pieces_ahead, plan_message, result_columns
 
 logger = logging.getLogger(__name__)
 
 PROTOCOL_VERSION = 1
-MAX_TOKENS_PER_MESSAGE = 32 * 1024
 UNARY_TIMEOUT_S = 10.0
 FIRST_DELAY_S = 0.05
 LONGEST_DELAY_S = 2.0
@@ -124,9 +116,17 @@ class WorkerClient(Protocol):
 class GrpcWorkerClient:
     """A worker at HOST:PORT or unix:PATH. To be made where an event loop runs."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, *, token: str = "", credentials: grpc.ChannelCredentials | None = None) -> None:
+        """token: what the worker knows its router by; empty for none. credentials: of a connection over TLS, where the
+        worker's certificate must be for the host of the address, or for localhost if it is a Unix socket.
+        """
         self._address = address
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._metadata = ((METADATA_KEY, bearer(token)),) if token else ()
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            name = [("grpc.ssl_target_name_override", "localhost")] if address.startswith("unix:") else []
+            self._channel = grpc.aio.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, *name])
         self._stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
 
     @property
@@ -135,7 +135,9 @@ class GrpcWorkerClient:
 
     async def describe(self) -> pb.DescribeResponse:
         try:
-            description = await self._stub.Describe(pb.DescribeRequest(), timeout=UNARY_TIMEOUT_S)
+            description = await self._stub.Describe(
+                pb.DescribeRequest(), timeout=UNARY_TIMEOUT_S, metadata=self._metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise WorkerUnavailableError(_explain(error)) from error
         if description.protocol_version != PROTOCOL_VERSION:
@@ -149,7 +151,7 @@ class GrpcWorkerClient:
         defaults = pb.TokenizerDefaults()
         pieces: list[bytes] = []
         try:
-            async for response in self._stub.GetTokenizer(pb.GetTokenizerRequest()):
+            async for response in self._stub.GetTokenizer(pb.GetTokenizerRequest(), metadata=self._metadata):
                 if response.WhichOneof("piece") == "defaults":
                     defaults = response.defaults
                 else:
@@ -160,7 +162,7 @@ class GrpcWorkerClient:
 
     @asynccontextmanager
     async def open_session(self, *, epoch: int, incarnation: int, router_name: str) -> AsyncGenerator[WorkerSession]:
-        call = self._stub.Run()
+        call = self._stub.Run(metadata=self._metadata)
         session = _GrpcWorkerSession(call, epoch=epoch, incarnation=incarnation)
         try:
             await session.open(router_name)
@@ -197,7 +199,7 @@ class _GrpcWorkerSession:
     async def send(self, plan: StepPlan) -> None:
         async with self._writing:
             for new in plan.new_sequences:
-                for piece in _pieces_ahead(new):
+                for piece in pieces_ahead(new):
                     await self._write(self._request(sequence_tokens=piece))
             await self._write(self._request(plan=plan_message(plan)))
             self._next_step_seq = plan.step_seq + 1
@@ -257,7 +259,9 @@ async def wait_for_worker(worker: WorkerClient) -> pb.DescribeResponse:
             now = loop.time()
             if str(error) != reason or now - last_logged >= REMINDER_S:
                 reason, last_logged = str(error), now
-                logger.warning("waiting for the worker at %s (%.0f s): %s", worker.address, now - began, reason)
+                # Where both start together the worker, which has a model to load, comes second: that is no warning.
+                level = logging.WARNING if now - began >= REMINDER_S else logging.INFO
+                logger.log(level, "waiting for the worker at %s (%.0f s): %s", worker.address, now - began, reason)
         await asyncio.sleep(delay_s)
     raise AssertionError("backoff has no end")
 
@@ -268,101 +272,6 @@ def backoff() -> Iterator[float]:
     while True:
         yield delay_s
         delay_s = min(2 * delay_s, LONGEST_DELAY_S)
-
-
-def plan_message(plan: StepPlan) -> pb.StepPlan:
-    """A plan as a message. Of a long sequence's tokens it has the last piece; the others go ahead of it."""
-    return pb.StepPlan(
-        new_sequences=[_new_sequence_message(new) for new in plan.new_sequences],
-        release_sequence_ids=plan.release_sequence_ids,
-        swap_out=_moves_message(plan.moves.swap_out),
-        swap_in=_moves_message(plan.moves.swap_in),
-        copies=_moves_message(plan.moves.copies),
-        forks=_forks_message(plan.forks),
-        scheduled=pb.ScheduledSequences(
-            sequence_ids=plan.sequence_ids,
-            start_positions=plan.start_positions,
-            token_counts=plan.token_counts,
-            samples=plan.samples,
-            new_block_counts=plan.new_block_counts,
-            new_block_ids=plan.new_block_ids,
-        ),
-    )
-
-
-def _moves_message(moves: BlockMoves) -> pb.BlockMoves | None:
-    if not moves:
-        return None
-    return pb.BlockMoves(source_block_ids=moves.source_block_ids, target_block_ids=moves.target_block_ids)
-
-
-def _forks_message(forks: Forks) -> pb.Forks | None:
-    if not forks:
-        return None
-    return pb.Forks(
-        parent_sequence_ids=forks.parent_sequence_ids,
-        child_sequence_ids=forks.child_sequence_ids,
-        token_ids=forks.token_ids,
-        block_counts=forks.block_counts,
-        block_ids=forks.block_ids,
-        token_counts=forks.token_counts,
-    )
-
-
-def result_columns(response: pb.RunResponse) -> StepResult:
-    """A result as columns."""
-    result = response.result
-    return StepResult(
-        epoch=response.epoch,
-        step_seq=response.step_seq,
-        sequence_ids=list(result.sequence_ids),
-        token_ids=list(result.token_ids),
-        logprobs=LogprobColumns(
-            list(result.logprobs.logprobs),
-            list(result.logprobs.top_counts),
-            list(result.logprobs.top_token_ids),
-            list(result.logprobs.top_logprobs),
-        ),
-        candidates=[
-            Candidates(beam.sequence_id, list(beam.token_ids), list(beam.logprobs)) for beam in result.candidates
-        ],
-        errors=[SequenceFailure(error.sequence_id, error.message) for error in result.errors],
-        duration_us=result.duration_us,
-        idle_us=result.idle_us,
-    )
-
-
-def _split_point(num_tokens: int) -> int:
-    """Where the last piece begins: a whole number of pieces before it, itself not empty."""
-    return max(0, num_tokens - 1) // MAX_TOKENS_PER_MESSAGE * MAX_TOKENS_PER_MESSAGE
-
-
-def _pieces_ahead(new: NewSequence) -> Iterator[pb.SequenceTokens]:
-    for begin in range(0, _split_point(len(new.token_ids)), MAX_TOKENS_PER_MESSAGE):
-        piece = new.token_ids[begin : begin + MAX_TOKENS_PER_MESSAGE]
-        yield pb.SequenceTokens(sequence_id=new.sequence_id, token_ids=piece)
-
-
-def _new_sequence_message(new: NewSequence) -> pb.NewSequence:
-    params = new.params
-    return pb.NewSequence(
-        sequence_id=new.sequence_id,
-        prompt_token_count=new.prompt_token_count,
-        token_ids=new.token_ids[_split_point(len(new.token_ids)) :],
-        block_ids=new.block_ids,
-        params=pb.SequenceParams(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            seed=params.seed,
-            return_logprobs=params.return_logprobs,
-            top_logprob_count=params.top_logprob_count,
-            suppressed_token_ids=params.suppressed_token_ids,
-            min_token_count=params.min_token_count,
-            candidate_count=params.candidate_count,
-        ),
-    )
 
 
 def _explain(error: grpc.aio.AioRpcError) -> str:

@@ -23,11 +23,16 @@ def router() -> Iterator[FakeRouter]:
         yield router
 
 
+def make_findable(patch: pytest.MonkeyPatch) -> None:
+    """Lets this process and its children find the stand-ins."""
+    here = Path(__file__).parent
+    folders = [here / "programs", here.parent.parent, here.parent.parent / "clients" / "python"]
+    patch.setenv("PYTHONPATH", ":".join(map(str, folders)))
+    patch.syspath_prepend(str(folders[0]))
+
+
 @pytest.fixture
 def programs(monkeypatch: pytest.MonkeyPatch) -> tuple[ProgramSpec, ProgramSpec]:
     """The stand-ins for both programs, found by this process and by its children."""
-    here = Path(__file__).parent
-    folders = [here / "programs", here.parent.parent, here.parent.parent / "clients" / "python"]
-    monkeypatch.setenv("PYTHONPATH", ":".join(map(str, folders)))
-    monkeypatch.syspath_prepend(str(folders[0]))
+    make_findable(monkeypatch)
     return PROGRAMS

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import grpc
 import pytest
 
-from octavo.channel import channel_options, check_address, is_serving
+from octavo import Client
+from octavo.channel import Access, AccessOptions, channel_options, check_address, is_serving
 from octavo.errors import ConfigError
-from tests.clients.fake_router import FakeRouter
+from tests.certificates import make_certificates
+from tests.clients.fake_router import FakeRouter, echo_in_capitals
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:50051", "router:1", "[::1]:65535", "unix:/run/o.sock", "unix:o.sock"])
@@ -32,3 +38,63 @@ def test_serving_is_what_the_health_service_says(router: FakeRouter) -> None:
     router.health.enter_graceful_shutdown()
     assert not is_serving(router.address, timeout_s=5)
     assert not is_serving("127.0.0.1:9", timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "sent"),
+    [
+        ({}, {}, ()),
+        ({"api_key": "mine"}, {}, (("authorization", "Bearer mine"),)),
+        ({}, {"OCTAVO_API_KEY": "first,second"}, (("authorization", "Bearer first"),)),
+        ({"api_key": "mine"}, {"OCTAVO_API_KEY": "first"}, (("authorization", "Bearer mine"),)),
+        ({"api_key": ""}, {"OCTAVO_API_KEY": "first"}, ()),
+    ],
+)
+def test_the_key_is_the_one_given_or_the_environments(
+    options: AccessOptions, environ: dict[str, str], sent: tuple[tuple[str, str], ...]
+) -> None:
+    access = Access.of(options, environ)
+    assert access.metadata == sent
+    assert "mine" not in repr(access)
+
+
+def test_every_call_carries_the_key(router: FakeRouter) -> None:
+    seen: list[Any] = []
+
+    def answer(request: Any, context: grpc.ServicerContext) -> Any:
+        seen.append(dict(context.invocation_metadata()).get("authorization"))
+        return echo_in_capitals(request, context)
+
+    router.answer = answer
+    with Client(router.address, api_key="mine") as client:
+        client.generate("x")
+    assert seen == ["Bearer mine"]
+
+
+def test_files_imply_tls(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path)
+    assert Access.of({}, {}).credentials is None
+    for options in (
+        AccessOptions(tls=True),
+        AccessOptions(root_certificates=files.authority),
+        AccessOptions(client_certificate=files.client_chain, client_key=files.client_key),
+    ):
+        assert Access.of(options, {}).credentials is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"api_key": "two words"}, "api_key must be printable ASCII"),
+        ({"client_key": "k"}, "client_key is given without client_certificate"),
+        ({"client_certificate": "c"}, "client_certificate is given without client_key"),
+        ({"tls": False, "root_certificates": "r"}, "tls is False, but certificates are given"),
+        ({"root_certificates": "/no/such"}, "root_certificates /no/such cannot be read"),
+        ({"client_certificate": "/no/c", "client_key": "/no/k"}, "client_key /no/k cannot be read"),
+    ],
+)
+def test_access_that_cannot_be(options: AccessOptions, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Access.of(options, {})
+    assert message in caught.value.message
+    assert "two words" not in caught.value.message

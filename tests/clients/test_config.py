@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
-from octavo.config import RouterConfig, WorkerConfig, environment_name, pair_settings, setting_names
+from octavo.config import (
+    RouterConfig,
+    WorkerConfig,
+    pair_settings,
+    private_settings,
+    setting_names,
+)
 from octavo.errors import ConfigError
+from octavo.settings import environment_name
 
 
 def parsed(*arguments: str, skip: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -125,3 +132,68 @@ def test_names() -> None:
     both = {spec.name for cls in (WorkerConfig, RouterConfig) for spec in dataclasses.fields(cls)}
     assert setting_names() == both
     assert environment_name("max_num_seqs") == "OCTAVO_MAX_NUM_SEQS"
+
+
+def test_secrets_are_no_flags_but_variables() -> None:
+    router = RouterConfig(api_key=("first", "second"), worker_token="shared")
+    assert router.to_flags() == []
+    variables = router.to_environment()
+    assert variables == {"OCTAVO_API_KEY": "first,second", "OCTAVO_WORKER_TOKEN": "shared"}
+    assert RouterConfig.from_values({}, variables) == router
+    assert WorkerConfig(worker_token="shared").to_environment() == {"OCTAVO_WORKER_TOKEN": "shared"}
+    assert WorkerConfig().to_environment() == {}
+
+
+def test_secrets_are_shown_nowhere() -> None:
+    assert "hush" not in repr(RouterConfig(api_key=("hush",), worker_token="hush"))
+    for values in (
+        {"api_key": ("hush hush",)},
+        {"api_key": "hush,hush"},
+        {"worker_token": "hush\n"},
+        {"api_key": (b"hush",)},
+        {"worker_token": ["hush"]},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            pair_settings(values, {})
+        assert "hush" not in caught.value.message
+
+
+def test_a_flag_with_a_secret_is_taken() -> None:
+    _, router = pair_settings(parsed("--api-key=a", "--api-key=b"), {})
+    assert router.api_key == ("a", "b")
+
+
+@pytest.mark.parametrize("origin", ["*", "https://chat.example.com", "http://localhost:3000", "http://[::1]:8080"])
+def test_origins(origin: str) -> None:
+    assert RouterConfig.from_values({"allowed_origins": origin}, {}).allowed_origins == (origin,)
+
+
+@pytest.mark.parametrize(
+    "origin", ["chat.example.com", "https://a/", "https://a/b", '["https://a"]', "", "https://a b"]
+)
+def test_what_is_no_origin(origin: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_origins has"):
+        RouterConfig.from_values({"allowed_origins": (origin,)}, {})
+
+
+def test_credentials_for_every_origin_are_refused() -> None:
+    with pytest.raises(ConfigError, match="allow_credentials is set while allowed_origins has"):
+        RouterConfig(allowed_origins=("*",), allow_credentials=True)
+
+
+def test_two_tokens_are_refused() -> None:
+    with pytest.raises(ConfigError, match="worker_token and worker_token_file are both given"):
+        WorkerConfig(worker_token="a", worker_token_file="b")
+
+
+def test_a_private_router_asks_nobody_for_a_key() -> None:
+    environ = {"OCTAVO_API_KEY": "a", "OCTAVO_SSL_KEYFILE": "k", "OCTAVO_SSL_CERTFILE": "c"}
+    _, router = pair_settings(private_settings(), environ)
+    assert (router.api_key, router.ssl_keyfile, router.port, router.grpc_port) == ((), "", -1, -1)
+    assert router.trust_request_chat_template
+
+
+def test_a_variable_of_nothing_but_commas_does_not_open_the_server() -> None:
+    with pytest.raises(ConfigError, match="OCTAVO_API_KEY holds nothing but commas"):
+        RouterConfig.from_values({}, {"OCTAVO_API_KEY": ","})
+    assert RouterConfig.from_values({}, {"OCTAVO_API_KEY": ""}).api_key == ()

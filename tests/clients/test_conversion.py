@@ -7,7 +7,7 @@ from google.protobuf import json_format
 
 from octavo.conversion import chat_prompt, chat_request, detokenize_request, generate_request, tokenize_request
 from octavo.errors import InvalidRequestError
-from octavo.types import SamplingParams, StructuredOutputsParams
+from octavo.types import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from octavo.v1 import inference_pb2, sampling_pb2
 
 
@@ -144,11 +144,10 @@ def test_half_a_beam_search_is_refused(params: dict[str, Any], field: str) -> No
 
 
 def test_structured_outputs() -> None:
-    schema = request_for(structured_outputs=StructuredOutputsParams(json='{"type": "object"}')).sampling.grammar
-    assert schema.json_schema["type"] == "object"
-    assert request_for(structured_outputs=StructuredOutputsParams(json={"a": [1]})).sampling.grammar.HasField(
-        "json_schema"
-    )
+    text = '{"type":"object"}'
+    assert request_for(structured_outputs=StructuredOutputsParams(json=text)).sampling.grammar.json_schema == text
+    ordered = request_for(structured_outputs=StructuredOutputsParams(json={"z": {"b": 1, "a": "é"}, "c": [1]}))
+    assert ordered.sampling.grammar.json_schema == '{"z": {"b": 1, "a": "é"}, "c": [1]}'
     assert request_for(structured_outputs=StructuredOutputsParams(regex="a+")).sampling.grammar.regex == "a+"
     assert request_for(
         structured_outputs=StructuredOutputsParams(choice=["a", "b"])
@@ -159,8 +158,9 @@ def test_structured_outputs() -> None:
         request_for(structured_outputs=StructuredOutputsParams())
     with pytest.raises(InvalidRequestError, match="given: json, regex"):
         request_for(structured_outputs=StructuredOutputsParams(json={"a": 1}, regex="a"))
-    with pytest.raises(InvalidRequestError, match="not JSON"):
-        request_for(structured_outputs=StructuredOutputsParams(json="{"))
+    with pytest.raises(InvalidRequestError, match="a value that JSON can express") as caught:
+        request_for(structured_outputs=StructuredOutputsParams(json={"a": float("nan")}))
+    assert caught.value.field == "sampling.grammar.json_schema"
 
 
 def test_prompts() -> None:
@@ -201,6 +201,7 @@ def test_chat_messages() -> None:
                 {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
             ],
             "tool_choice": "f",
+            "parallel_tool_calls": False,
         },
     )
     assert chat.messages[0] == inference_pb2.ChatMessage(role="system", content="s", name="n")
@@ -211,8 +212,16 @@ def test_chat_messages() -> None:
     assert chat.HasField("add_generation_prompt")
     assert chat.chat_template == "{{ x }}"
     assert json_format.MessageToDict(chat.template_variables) == {"x": [1.0, "y"]}
-    assert chat.tools[0].parameters["type"] == "object"
+    assert chat.tools[0] == inference_pb2.Tool(name="f", description="d", parameters_json='{"type": "object"}')
     assert chat.tool_choice == inference_pb2.ToolChoice(mode=inference_pb2.TOOL_CHOICE_MODE_NAMED, name="f")
+    assert chat.HasField("parallel_tool_calls")
+    assert not chat.parallel_tool_calls
+
+
+def test_a_tool_may_be_chosen_as_openai_writes_it() -> None:
+    chosen = chat_prompt([], {"tool_choice": {"type": "function", "function": {"name": "auto"}}}).tool_choice
+    assert (chosen.mode, chosen.name) == (inference_pb2.TOOL_CHOICE_MODE_NAMED, "auto")
+    assert chat_prompt([], {"tool_choice": "auto"}).tool_choice.mode == inference_pb2.TOOL_CHOICE_MODE_AUTO
 
 
 @pytest.mark.parametrize(
@@ -237,6 +246,51 @@ def test_tokenizing() -> None:
         model="m", text="x", add_special_tokens=False
     )
     assert tokenize_request([{"role": "user", "content": "x"}], model="", add_special_tokens=None).HasField("chat")
+    rendered = tokenize_request(
+        [{"role": "user", "content": "x"}],
+        model="",
+        add_special_tokens=None,
+        chat_options={"add_generation_prompt": False, "chat_template_kwargs": {"enable_thinking": False}},
+    )
+    assert rendered.chat.HasField("add_generation_prompt")
+    assert not rendered.chat.add_generation_prompt
+    assert rendered.chat.template_variables["enable_thinking"] is False
+    with pytest.raises(TypeError, match="unexpected keyword argument 'generation_prompt'"):
+        tokenize_request(
+            [],
+            model="",
+            add_special_tokens=None,
+            chat_options={"generation_prompt": True},  # type: ignore[typeddict-unknown-key]
+        )
     assert detokenize_request([1, 2], model="", skip_special_tokens=True).token_ids == [1, 2]
     with pytest.raises(InvalidRequestError, match="token_ids"):
         detokenize_request([-1], model="", skip_special_tokens=True)
+
+
+def test_token_rules() -> None:
+    sampling = request_for(
+        presence_penalty=1.5, frequency_penalty=-0.5, repetition_penalty=1.25, logit_bias={5: -100, "7": 2.5},
+        allowed_token_ids=(3, 4), bad_words=["no"],
+    ).sampling  # fmt: skip
+    assert sampling == sampling_pb2.SamplingParams(
+        temperature=1, top_p=1, top_k=0, presence_penalty=1.5, frequency_penalty=-0.5, repetition_penalty=1.25,
+        logit_bias={5: -100, 7: 2.5}, allowed_token_ids=[3, 4], bad_words=["no"],
+    )  # fmt: skip
+    neutral = request_for(logit_bias={}, bad_words=[], repetition_penalty=1.0).sampling
+    assert neutral == request_for().sampling
+    with pytest.raises(InvalidRequestError, match="allowed_token_ids is empty") as caught:
+        request_for(allowed_token_ids=[])
+    assert caught.value.field == "sampling.allowed_token_ids"
+    with pytest.raises(InvalidRequestError, match="logit_bias"):
+        request_for(logit_bias={"foo": 1})
+
+
+def test_any_json_is_a_schema_that_says_nothing() -> None:
+    assert request_for(structured_outputs=StructuredOutputsParams(json={})).sampling.grammar.json_schema == "{}"
+
+
+def test_guided_decoding_is_the_older_name() -> None:
+    assert request_for(guided_decoding=GuidedDecodingParams(regex="a")).sampling.grammar.regex == "a"
+    both = {"guided_decoding": GuidedDecodingParams(regex="a"), "structured_outputs": GuidedDecodingParams(regex="a")}
+    with pytest.raises(InvalidRequestError, match="two names of one thing"):
+        request_for(**both)

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from octavo import LLM, SamplingParams
 from octavo.client import Client
 from octavo.errors import ConfigError, InvalidRequestError, RequestCancelledError, StartError
-from octavo.llm import _derived_seed
 from octavo.process import ProcessPair
 from octavo.program import ProgramSpec
 
@@ -24,7 +23,7 @@ from octavo.program import ProgramSpec
 @pytest.fixture
 def stand_ins(programs: tuple[ProgramSpec, ProgramSpec], monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes LLM start the stand-ins instead of the real programs."""
-    monkeypatch.setattr("octavo.llm.ProcessPair", functools.partial(ProcessPair, programs=programs))
+    monkeypatch.setattr("octavo.own_pair.ProcessPair", functools.partial(ProcessPair, programs=programs))
 
 
 @pytest.fixture
@@ -147,8 +146,8 @@ def test_a_dropped_model_stops_its_programs(stand_ins: None) -> None:
 
 
 def test_wrong_settings_are_refused_before_anything_starts() -> None:
-    with pytest.raises(TypeError, match="no setting 'enforce_eager'"):
-        LLM("m", enforce_eager=True)
+    with pytest.raises(TypeError, match="no setting 'tensor_parallel_size': one worker computes on one device"):
+        LLM("m", tensor_parallel_size=2)
     with pytest.raises(TypeError, match="no setting 'port'"):
         LLM("m", port=8000)
     with pytest.raises(ConfigError, match="block_size is 17"):
@@ -161,31 +160,64 @@ def test_a_model_that_cannot_be_loaded_is_told(stand_ins: None, monkeypatch: pyt
         LLM("m")
 
 
-def test_a_seed_gives_each_request_its_own_and_the_same_again(stand_ins: None) -> None:
-    def seeds(llm: LLM) -> list[int | None]:
+def test_a_seed_is_spread_over_the_requests_of_all_calls(stand_ins: None) -> None:
+    with LLM("m", seed=1) as llm:
         sent = llm._pairs(["a", "b", "c"], [SamplingParams(), SamplingParams(seed=5), SamplingParams()])
-        return [params.seed for _, params in sent]
+    assert [params.seed for _, params in sent] == [10451216379200822465, 5, 17911839290282890590]
 
-    with LLM("m", seed=1) as first, LLM("m", seed=1) as second:
-        drawn = seeds(first)
-        assert drawn == seeds(second)
-    assert drawn[1] == 5
-    # SplitMix64 from state 1: its first three outputs, of which the second is skipped for the request's own seed.
-    assert [_derived_seed(1, position) for position in range(3)] == [
-        10451216379200822465,
-        13757245211066428519,
-        17911839290282890590,
-    ]
-    assert (drawn[0], drawn[2]) == (10451216379200822465, 17911839290282890590)
+
+def test_the_engine_prints_its_statistics_in_one_line(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.llm_engine.stat_logger.print_stats()
+    llm.llm_engine.do_log_stats()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("Avg prompt throughput: 0.0 tokens/s, ") for line in lines)
+    assert llm.llm_engine is llm.llm_engine
+    assert (llm.llm_engine.model_config.model, llm.llm_engine.get_model_config().max_model_len) == ("fake", 100)
+
+
+def test_the_tokenizer_is_the_servers(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer.encode("hi") == [104, 105]
+    assert tokenizer.decode([104, 105]) == "hi"
+    assert tokenizer.decode(104) == "h"
+    conversation = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(conversation, add_generation_prompt=True) == [104, 105]
+    assert tokenizer.apply_chat_template(conversation, tokenize=False, enable_thinking=False) == "hi"
+
+
+def test_an_engine_does_not_keep_its_model(stand_ins: None) -> None:
+    llm = LLM("m")
+    engine = llm.llm_engine
+    del llm
+    gc.collect()
+    with pytest.raises(RequestCancelledError, match="the LLM of this engine is gone"):
+        engine.do_log_stats()
+
+
+def test_options_that_are_none_are_the_same_as_left_out(llm: LLM) -> None:
+    one = [{"role": "user", "content": "hello"}]
+    (output,) = llm.chat(
+        one,
+        SamplingParams(),
+        use_tqdm=False,
+        chat_template=None,  # type: ignore[typeddict-item]
+        tools=None,  # type: ignore[typeddict-item]
+        add_generation_prompt=True,
+        continue_final_message=False,
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    assert output.outputs[0].text == "HELLO"
+    assert llm.generate("a", use_tqdm=False, priority=None)[0].outputs[0].text == "A"  # type: ignore[typeddict-item]
 
 
 def test_the_end_of_the_program_stops_the_programs(programs: tuple[ProgramSpec, ProgramSpec]) -> None:
     code = f"""
 import functools, sys
 sys.path.insert(0, {str(Path(__file__).parents[2])!r})
-import octavo.llm
+import octavo.llm, octavo.own_pair
 from tests.clients.conftest import PROGRAMS
-octavo.llm.ProcessPair = functools.partial(octavo.llm.ProcessPair, programs=PROGRAMS)
+octavo.own_pair.ProcessPair = functools.partial(octavo.own_pair.ProcessPair, programs=PROGRAMS)
 llm = octavo.llm.LLM("m")
 print(llm.generate("bye", use_tqdm=False)[0].outputs[0].text, llm.address)
 """

@@ -4,7 +4,7 @@ import pytest
 
 from octavo.errors import InternalError
 from octavo.output_builder import OutputBuilder
-from octavo.types import Logprob
+from octavo.types import Logprob, ToolCall, ToolCallDelta
 from octavo.v1 import inference_pb2, sampling_pb2
 
 
@@ -84,6 +84,9 @@ def test_prompt_logprobs_have_none_for_the_first_token() -> None:
     builder.add(inference_pb2.GenerateResponse(prompt=info))
     assert builder.output().prompt_token_ids == [1, 2]
     assert builder.output().prompt_logprobs == [None, {2: Logprob(-1.0, None)}]
+    # A server that goes on with the request does not tell them again.
+    builder.add(inference_pb2.GenerateResponse(prompt=inference_pb2.PromptInfo(seed=1)))
+    assert builder.output().prompt_logprobs == [None, {2: Logprob(-1.0, None)}]
 
 
 @pytest.mark.parametrize(
@@ -113,3 +116,31 @@ def test_what_was_chosen_by_its_log_probability_comes_with_it(
     ended = inference_pb2.SampleDelta(finish_reason=inference_pb2.FINISH_REASON_STOP, cumulative_logprob=-3.5)
     builder.add(inference_pb2.GenerateResponse(deltas=[ended]))
     assert builder.output().outputs[0].cumulative_logprob == cumulative_logprob
+
+
+def test_calls_grow_beside_the_text_and_over_a_resume() -> None:
+    builder = OutputBuilder(inference_pb2.GenerateRequest(text="p"))
+    Call, Parsed = inference_pb2.ToolCallDelta, inference_pb2.ParsedDelta
+    parts = [
+        Parsed(content="Adding."),
+        Parsed(
+            tool_calls=[Call(index=0, id="c1", name="add", arguments_json='{"a"'), Call(index=1, id="c2", name="now")]
+        ),
+        Parsed(tool_calls=[Call(index=0, arguments_json=": 1}"), Call(index=1, arguments_json="{}")]),
+    ]
+    deltas = []
+    for part in parts:
+        delta = inference_pb2.SampleDelta(text="x", parsed=part)
+        deltas += builder.add(inference_pb2.GenerateResponse(deltas=[delta]))
+    assert [delta.content for delta in deltas] == ["Adding.", "", ""]
+    assert deltas[1].tool_calls == [ToolCallDelta(0, "c1", "add", '{"a"'), ToolCallDelta(1, "c2", "now")]
+    (sample,) = builder.output().outputs
+    assert (sample.text, sample.content) == ("xxx", "Adding.")
+    assert sample.tool_calls == [ToolCall("c1", "add", '{"a": 1}'), ToolCall("c2", "now", "{}")]
+
+
+def test_without_tools_there_is_no_content_beside_the_text() -> None:
+    builder = OutputBuilder(inference_pb2.GenerateRequest(text="p"))
+    (delta,) = builder.add(inference_pb2.GenerateResponse(deltas=[inference_pb2.SampleDelta(text="a")]))
+    (sample,) = builder.output().outputs
+    assert (delta.content, delta.tool_calls, sample.content, sample.tool_calls) == (None, [], None, [])

@@ -101,8 +101,29 @@ def test_ready_addresses_are_those_of_the_router(programs: Programs) -> None:
     told: list[Endpoints] = []
     pair = ProcessPair(WorkerConfig(), RouterConfig(), on_log=Log(), on_ready=told.append, programs=programs)
     with pair:
-        assert pair.wait_ready(10) == Endpoints(grpc="127.0.0.1:50051", http="http://127.0.0.1:8000")
-    assert told == [Endpoints(grpc="127.0.0.1:50051", http="http://127.0.0.1:8000")]
+        endpoints = pair.wait_ready(10)
+    assert (endpoints.grpc, endpoints.http) == ("127.0.0.1:50051", "http://127.0.0.1:8000")
+    assert endpoints.local.startswith("unix:")
+    assert told == [endpoints]
+
+
+def test_the_programs_share_a_token_that_stands_in_no_flag(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_WORKER_TOKEN", "of-somebody-else")
+    log = Log()
+    with ProcessPair(WorkerConfig(), RouterConfig(api_key=("key-of-a-client",)), on_log=log, programs=programs) as pair:
+        pair.wait_ready(10)
+        variables = {
+            name: dict(entry.split("=", 1) for entry in Path(f"/proc/{pid}/environ").read_text().split("\0") if entry)
+            for name, pid in pair.pids().items()
+        }
+        arguments = "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in pair.pids().values())
+    token = variables["worker"]["OCTAVO_WORKER_TOKEN"]
+    assert len(token) >= 40
+    assert variables["router"]["OCTAVO_WORKER_TOKEN"] == token
+    assert variables["router"]["OCTAVO_API_KEY"] == "key-of-a-client"
+    assert "OCTAVO_API_KEY" not in variables["worker"]
+    assert token not in arguments
+    assert "key-of-a-client" not in arguments
 
 
 def test_a_restarted_router_keeps_the_ports_that_were_drawn(programs: Programs) -> None:
@@ -150,6 +171,7 @@ def test_a_program_that_keeps_dying_is_given_up(
 
 
 def test_a_death_at_start_shows_the_log(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_ROUTER", "waits")
     monkeypatch.setenv("FAKE_WORKER", "exit:3:out of memory")
     with start(programs, Log()) as pair, pytest.raises(StartError) as error:
         pair.wait_ready(10)
@@ -161,6 +183,7 @@ def test_a_death_at_start_shows_the_log(programs: Programs, monkeypatch: pytest.
 def test_a_usage_error_at_start_is_told_in_the_program_s_words(
     programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FAKE_ROUTER", "waits")
     monkeypatch.setenv("FAKE_WORKER", "exit:2:octavo-worker: error: no model 'm'")
     with start(programs, Log()) as pair, pytest.raises(StartError) as error:
         pair.wait_ready(10)

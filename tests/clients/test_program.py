@@ -9,8 +9,13 @@ SPEC = ProgramSpec("worker", "fake_worker_program", "octavo-worker")
 
 
 def test_children_do_not_read_the_settings_from_the_environment_again() -> None:
-    environment = child_environment({"OCTAVO_DTYPE": "float32", "OCTAVO_OTHER": "1", "HOME": "/home"})
+    environment = child_environment({"OCTAVO_DTYPE": "float32", "OCTAVO_OTHER": "1", "HOME": "/home"}, {})
     assert environment == {"OCTAVO_OTHER": "1", "HOME": "/home", "PYTHONUNBUFFERED": "1"}
+
+
+def test_children_read_their_secrets_from_the_environment() -> None:
+    environment = child_environment({"OCTAVO_API_KEY": "the parent's"}, {"OCTAVO_API_KEY": "the child's"})
+    assert environment["OCTAVO_API_KEY"] == "the child's"
 
 
 def test_a_program_passes_its_log_on_and_ends(programs: object) -> None:

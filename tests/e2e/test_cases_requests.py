@@ -114,6 +114,7 @@ def test_br090_every_leaver_is_counted_and_nobody_else(tiny: Caller) -> None:
     assert server.metric("octavo_requests_finished_total", reason=FINISH_ABORT) == before + 20
     for gauge in ("sequences_waiting", "sequences_running", "requests_unfinished", "kv_usage_ratio"):
         assert server.metric(f"octavo_{gauge}") == 0
+    assert server.metric("octavo_requests_accepted_total") == server.metric("octavo_requests_finished_total")
 
 
 def test_br091_an_abandoned_answer_does_not_come_back(caller: Caller, uncached: Caller, english: list[int]) -> None:

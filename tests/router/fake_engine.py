@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.errors import InvalidRequestError, OctavoError, OverloadedError, UnavailableError
 from octavo.v1 import admin_pb2
+from octavo.worker.v1 import worker_pb2
+from octavo_router.backend import Backend
 from octavo_router.chat_template import ChatTemplate
+from octavo_router.grammar import Source
 from octavo_router.inference import Inference
 from octavo_router.metrics import Metrics
 from octavo_router.prompts import PromptReader
@@ -22,6 +25,7 @@ from octavo_router.request import (
     TokenLogprobs,
     Usage,
 )
+from octavo_router.tool_calls import NO_TOOLS, ToolFormat
 
 EOS = 256
 VOCAB_SIZE = 300
@@ -29,6 +33,8 @@ VOCAB_SIZE = 300
 
 class ByteTokenizer:
     """Token ids are the bytes of UTF-8; EOS is a special token."""
+
+    eos_token_ids = frozenset({EOS})
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -43,6 +49,9 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return b"<eos>" if token_id == EOS else bytes([token_id]) if token_id < 256 else b""
 
+    def token_spelling(self, token_id: int) -> str:
+        return f"<{token_id:02x}>"
+
     def min_token_count(self, text: str) -> int:
         return len(text)
 
@@ -50,7 +59,7 @@ class ByteTokenizer:
 class LineTemplate:
     """`role: content` lines. Refuses a second system message, as real templates refuse things."""
 
-    source = "lines"
+    source = "lines, tools and tool_calls"
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
@@ -61,9 +70,10 @@ class LineTemplate:
         *,
         add_generation_prompt: bool,
         continue_final_message: bool,
+        tools: Sequence[dict[str, Any]] | None = None,
         variables: dict[str, Any] | None = None,
     ) -> str:
-        self.calls.append({"messages": messages, "variables": variables})
+        self.calls.append({"messages": messages, "variables": variables, "tools": tools})
         if [message["role"] for message in messages].count("system") > 1:
             raise InvalidRequestError("only one system message is possible", field="chat.messages")
         text = "\n".join(f"{message['role']}: {message['content']}" for message in messages)
@@ -80,6 +90,7 @@ class FakeModel:
     max_model_len: int = 512
     created_unix_s: int = 1_700_000_000
     default_sampling: Sampling = field(default_factory=lambda: Sampling(temperature=0.5, top_k=40))
+    capabilities: frozenset[int] = frozenset(worker_pb2.Capability.values())
 
 
 class FakeStream:
@@ -97,6 +108,18 @@ class FakeStream:
     async def __anext__(self) -> RequestUpdate:
         return await anext(self._updates)
 
+    async def prompt_logprobs(self) -> Iterator[TokenLogprobs]:
+        """Each token is a quarter as likely as the one before, and the one above it is the likeliest."""
+        ids, top = self.request.prompt_token_ids, self.request.output.prompt_logprobs or 0
+        entries = [
+            TokenLogprobs(token_id, -0.25 * place, tuple((token_id + 1 - rank, -0.125 - rank) for rank in range(top)))
+            for place, token_id in enumerate(ids[1:], 1)
+        ]
+        return iter(entries)
+
+    def held_text(self, index: int) -> str:
+        return self._engine.held_text
+
     def cancel(self) -> None:
         if self not in self._engine.running:
             return
@@ -108,7 +131,10 @@ class FakeStream:
     async def _make_updates(self) -> AsyncIterator[RequestUpdate]:
         engine, request = self._engine, self.request
         num_tokens = 0
-        for position, character in enumerate(engine.text):
+        if not request.stopping.max_tokens:
+            reason = FinishReason.LENGTH
+            yield RequestUpdate([SampleDelta(index, finish_reason=reason) for index in range(request.sampling.n)])
+        for position, character in enumerate(engine.text[: request.stopping.max_tokens]):
             if position >= engine.hold_after:
                 await engine.released.wait()
             if engine.failure is not None and position == engine.fail_at:
@@ -148,6 +174,7 @@ class FakeEngine:
         self.finish_reason = FinishReason.STOP
         self.matched: str | int | None = EOS
         self.cached_tokens = 0
+        self.held_text = ""
         self.refusal: OctavoError | None = None
         self.failure: Exception | None = None
         self.fail_at = 0
@@ -159,7 +186,12 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.running: list[FakeStream] = []
         self.is_draining = False
+        self.is_connected = True
         self.max_reading = 1 << 30
+
+    @property
+    def is_ready(self) -> bool:
+        return self.is_connected and not self.is_draining
 
     def check_room(self, num_reading: int) -> None:
         if self.is_draining:
@@ -174,6 +206,7 @@ class FakeEngine:
         stream = FakeStream(self, request)
         self.requests.append(request)
         self.running.append(stream)
+        self.metrics.accepted(len(request.prompt_token_ids))
         self.on_submit.set()
         return stream
 
@@ -190,7 +223,27 @@ class FakeEngine:
         )
 
 
-def make_inference(engine: FakeEngine, template: LineTemplate | ChatTemplate | None = None) -> Inference:
+class FakeGrammars:
+    """Compiles a grammar to its kind and text. Refuses a text with "bad" in it."""
+
+    async def compile(self, source: Source) -> str:
+        if "bad" in source.text:
+            raise InvalidRequestError(f"{source.kind} cannot be enforced", field=f"sampling.grammar.{source.kind}")
+        return f"{source.kind}:{source.text}"
+
+
+def make_inference(
+    engine: FakeEngine, template: LineTemplate | ChatTemplate | None = None, tools: ToolFormat = NO_TOOLS
+) -> Inference:
     """Inference over the fakes."""
     reader = PromptReader(ByteTokenizer(), template or LineTemplate(), num_threads=1)  # type: ignore[arg-type]
-    return Inference(engine, reader, engine.metrics)  # type: ignore[arg-type]
+    return Inference(engine, reader, engine.metrics, grammars=FakeGrammars(), tools=tools)  # type: ignore[arg-type]
+
+
+def make_backend(
+    engine: FakeEngine, template: LineTemplate | ChatTemplate | None = None, tools: ToolFormat = NO_TOOLS
+) -> Backend:
+    """An open backend over the fakes."""
+    backend = Backend()
+    backend.open(engine, make_inference(engine, template, tools), ByteTokenizer())  # type: ignore[arg-type]
+    return backend

@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from octavo_router.beam_search import BeamSearch, Hypothesis
@@ -22,12 +23,13 @@ from octavo_router.plan import (
     Forks,
     LogprobColumns,
     NewSequence,
+    PromptLogprobs,
     SequenceFailure,
     SequenceParams,
     StepPlan,
     StepResult,
 )
-from octavo_router.request import FinishReason, Request
+from octavo_router.request import FinishReason, Request, TokenLogprobs
 
 VOCAB_SIZE = 64
 EOS_TOKEN_ID = 1
@@ -203,11 +205,27 @@ class FakeWorker:
                 continue
             self._compute(sequence_id, sequence, start, count)
             computed.append((sequence_id, sequence, samples))
+            self._score_prompt(sequence_id, sequence, start, result)
         for sequence_id, sequence, samples in computed:
             self._check_context(sequence_id, sequence)
             if samples:
                 self._answer(sequence_id, sequence, result)
         return result
+
+    @staticmethod
+    def _score_prompt(sequence_id: int, sequence: _Sequence, start: int, result: StepResult) -> None:
+        """Each token that was computed scores the next one of the prompt."""
+        last = min(sequence.num_computed or 0, sequence.prompt_token_count - 1)
+        if not sequence.params.return_prompt_logprobs or last <= start:
+            return
+        columns, num_top = LogprobColumns(), sequence.params.top_prompt_logprob_count
+        for position in range(start + 1, last + 1):
+            logprob, top = prompt_score(sequence.token_ids, position, num_top)
+            columns.logprobs.append(logprob)
+            columns.top_counts.append(num_top)
+            columns.top_token_ids.extend(token_id for token_id, _ in top)
+            columns.top_logprobs.extend(value for _, value in top)
+        result.prompt_logprobs.append(PromptLogprobs(sequence_id, start + 1, columns))
 
     def _append_blocks(self, sequence: _Sequence, block_ids: list[int]) -> None:
         self._hold(sequence, block_ids)
@@ -309,6 +327,21 @@ def next_candidates(token_ids: list[int], count: int, suppressed: tuple[int, ...
 def logprob_of(token_id: int) -> float:
     """What the fake model says of a token that it sampled. Exact in binary."""
     return -(token_id + 1) / 8
+
+
+def prompt_score(token_ids: Sequence[int], position: int, num_top: int) -> tuple[float, list[tuple[int, float]]]:
+    """What the fake model says of a prompt's token at a position: its log-probability, and the likeliest there."""
+    context = zlib.crc32(array("I", token_ids[:position]).tobytes())
+    logprob = -float(zlib.crc32(token_ids[position].to_bytes(4, "little"), context) % 2048) / 256
+    return logprob, next_candidates(list(token_ids[:position]), num_top) if num_top else []
+
+
+def expected_prompt_scores(request: Request) -> list[TokenLogprobs]:
+    """What comes of a prompt from its second token on, whatever runs beside it."""
+    prompt, num_top = request.prompt_token_ids, request.output.prompt_logprobs
+    assert num_top is not None
+    scores = [prompt_score(prompt, position, num_top) for position in range(1, len(prompt))]
+    return [TokenLogprobs(token, *score[:1], tuple(score[1])) for token, score in zip(prompt[1:], scores, strict=True)]
 
 
 def expected_output(

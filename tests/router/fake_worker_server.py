@@ -27,12 +27,13 @@ CHAT_TEMPLATE = (
 class FakeWorkerServer(worker_pb2_grpc.WorkerServiceServicer):
     """Serves on `address` between start and stop. Steps wait while `running` is not set."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1:0") -> None:
         self.running = asyncio.Event()
         self.running.set()
         self._server = grpc.aio.server()
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        port = self._server.add_insecure_port(address)
+        self.address = address if address.startswith("unix:") else f"127.0.0.1:{port}"
 
     async def start(self) -> None:
         await self._server.start()

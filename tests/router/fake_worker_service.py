@@ -11,7 +11,16 @@ import grpc.aio
 
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo.worker.v1 import worker_pb2_grpc
-from octavo_router.plan import BlockMoves, Forks, Moves, NewSequence, SequenceParams, StepPlan, StepResult
+from octavo_router.plan import (
+    BlockMoves,
+    Forks,
+    LogprobColumns,
+    Moves,
+    NewSequence,
+    SequenceParams,
+    StepPlan,
+    StepResult,
+)
 from tests.router.fake_worker import FakeWorker
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -105,6 +114,8 @@ def plan_columns(request: pb.RunRequest, ahead: dict[int, list[int]]) -> StepPla
                     suppressed_token_ids=tuple(new.params.suppressed_token_ids),
                     min_token_count=new.params.min_token_count,
                     candidate_count=new.params.candidate_count,
+                    return_prompt_logprobs=new.params.return_prompt_logprobs,
+                    top_prompt_logprob_count=new.params.top_prompt_logprob_count,
                 ),
                 list(new.block_ids),
             )
@@ -133,17 +144,29 @@ def _moves(moves: pb.BlockMoves) -> BlockMoves:
     return BlockMoves(list(moves.source_block_ids), list(moves.target_block_ids))
 
 
+def _columns_message(columns: LogprobColumns) -> pb.LogprobColumns:
+    return pb.LogprobColumns(
+        logprobs=columns.logprobs,
+        top_counts=columns.top_counts,
+        top_token_ids=columns.top_token_ids,
+        top_logprobs=columns.top_logprobs,
+    )
+
+
 def result_message(result: StepResult) -> pb.StepResult:
     """A result as its message."""
     return pb.StepResult(
         sequence_ids=result.sequence_ids,
         token_ids=result.token_ids,
-        logprobs=pb.LogprobColumns(
-            logprobs=result.logprobs.logprobs,
-            top_counts=result.logprobs.top_counts,
-            top_token_ids=result.logprobs.top_token_ids,
-            top_logprobs=result.logprobs.top_logprobs,
-        ),
+        logprobs=_columns_message(result.logprobs),
+        prompt_logprobs=[
+            pb.PromptLogprobs(
+                sequence_id=stretch.sequence_id,
+                start_position=stretch.start_position,
+                columns=_columns_message(stretch.columns),
+            )
+            for stretch in result.prompt_logprobs
+        ],
         candidates=[
             pb.Candidates(sequence_id=beam.sequence_id, token_ids=beam.token_ids, logprobs=beam.logprobs)
             for beam in result.candidates

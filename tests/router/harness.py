@@ -8,7 +8,7 @@ from octavo_router.beam_search import Hypothesis
 from octavo_router.limits import Limits
 from octavo_router.plan import StepPlan
 from octavo_router.request import Beams, FinishReason, Output, Request, ResumedSample, Sampling, Stopping
-from octavo_router.results import BeamsFinished, Event, RequestFailed, TokenSampled
+from octavo_router.results import BeamsFinished, Event, PromptComputed, RequestFailed, TokenSampled
 from octavo_router.scheduler import Scheduler
 from octavo_router.sequence import Sequence, SequenceGroup
 from tests.router.fake_worker import EOS_TOKEN_ID, FakeWorker, expected_output
@@ -62,9 +62,11 @@ def make_request(
     stop: tuple[str, ...] = (),
     include_stop_in_text: bool = False,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     deadline: float | None = None,
     first_token: int = 2,
     cache_salt: str | None = None,
+    tenant: str = "",
     resumed: tuple[ResumedSample, ...] = (),
 ) -> Request:
     """A request whose prompt begins with first_token and counts up. Without a cache_salt it finds no other's prefix."""
@@ -80,10 +82,11 @@ def make_request(
             stop=stop,
             include_stop_in_text=include_stop_in_text,
         ),
-        output=Output(logprobs=logprobs),
+        output=Output(logprobs=logprobs, prompt_logprobs=prompt_logprobs),
         priority=priority,
         deadline=deadline,
         cache_salt=request_id if cache_salt is None else cache_salt,
+        tenant=tenant,
         resumed=resumed,
     )
 
@@ -126,7 +129,7 @@ class Harness:
 
     def disconnect(self) -> None:
         """The worker is gone with all it held."""
-        self.scheduler.end_session()
+        self._take(self.scheduler.end_session())
         self._log("session lost")
         self.check()
 
@@ -139,6 +142,18 @@ class Harness:
         )
         self.check()
         return group
+
+    @property
+    def running(self) -> list[str]:
+        """Ids of the requests in the batch, in order."""
+        return list(dict.fromkeys(sequence.group.request.request_id for sequence in self.scheduler.running))
+
+    def failure(self, request_id: str) -> str | None:
+        """Why a request failed, if it did."""
+        for event in self.events:
+            if isinstance(event, RequestFailed) and event.group is self.groups[request_id]:
+                return event.message
+        return None
 
     def cancel(self, request_id: str) -> None:
         self.scheduler.cancel(self.groups[request_id])
@@ -285,6 +300,8 @@ class Harness:
         if isinstance(event, BeamsFinished):
             best = event.hypotheses[0]
             return f"{event.group.request.request_id} found {list(best.token_ids)} ({best.finish_reason.value})"
+        if isinstance(event, PromptComputed):
+            return f"{event.group.request.request_id} prompt" + (" (length)" if event.is_end else "")
         name = self._sequence_name(event.sequence.group.request.request_id, event.sequence)
         end = f" ({event.finish_reason.value})" if event.finish_reason else ""
         return f"{name}={event.token_id}{end}"

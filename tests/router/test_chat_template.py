@@ -12,8 +12,12 @@ from typing import Any
 import pytest
 
 from octavo.errors import InvalidRequestError
-from octavo_router import chat_template
+from octavo_router import chat_template, chat_templates
 from octavo_router.chat_template import ChatTemplate
+from octavo_router.openai_requests import chat_request
+from octavo_router.openai_schema import ChatCompletionBody, parse_body
+from octavo_router.prompts import checked_chat
+from octavo_router.tool_definitions import templates_tools
 
 DATA = Path(__file__).parent / "testdata" / "text"
 EXPECTED: dict[str, Any] = json.loads((DATA / "chat_expected.json").read_text(encoding="utf-8"))
@@ -22,7 +26,8 @@ HI = [{"role": "user", "content": "Hi"}]
 
 
 def template(name: str) -> ChatTemplate:
-    source = (DATA / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    path = DATA / "templates" / f"{name}.jinja"
+    source = path.read_text(encoding="utf-8") if path.exists() else chat_templates.read(name)
     return ChatTemplate(source, EXPECTED["special_tokens"])
 
 
@@ -47,6 +52,21 @@ class TestLikeTransformers:
             variables=case.get("variables"),
         )
         assert prompt == case["expected"]
+
+    @pytest.mark.parametrize(
+        "case",
+        [case for case in EXPECTED["cases"] if "tools" in case],
+        ids=lambda case: f"{case['template']}-{case['messages']}",
+    )
+    def test_tools_and_calls_that_come_through_the_contract(self, case: dict[str, Any]) -> None:
+        body = {"messages": CONVERSATIONS[case["messages"]], "tools": case["tools"]}
+        for message in (body := copy.deepcopy(body))["messages"]:
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        chat = chat_request(parse_body(ChatCompletionBody, json.dumps(body).encode()), "").chat
+        messages, _ = checked_chat(chat)
+        tools = templates_tools(chat)
+        assert template(case["template"]).render(messages, add_generation_prompt=True, tools=tools) == case["expected"]
 
     def test_the_question_of_the_readme(self) -> None:
         assert template("smollm2").render(CONVERSATIONS["question"], add_generation_prompt=True) == (
@@ -129,7 +149,7 @@ class TestContent:
         with pytest.raises(InvalidRequestError, match="no attribute 'content'"):
             template("smollm2").render(tools, add_generation_prompt=True)
 
-    @pytest.mark.parametrize("arguments", ["{", "[1]", "3", "x" * 100_000])
+    @pytest.mark.parametrize("arguments", ["{", "[1]", "3", '{"a": "\\ud800"}', "x" * 100_000])
     def test_arguments_that_are_no_json_object_are_refused(self, arguments: str) -> None:
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
         error = refusal("x", [{"role": "assistant", "tool_calls": [call]}])

@@ -31,7 +31,8 @@ from octavo.v1 import inference_pb2 as pb
 from octavo_router import grpc_errors
 from octavo_router.admin import AdminServicer
 from octavo_router.grpc_server import ADMIN_SERVICE, INFERENCE_SERVICE, GrpcServer
-from tests.router.fake_engine import FakeEngine, make_inference
+from octavo_router.metrics import Metrics
+from tests.router.fake_engine import FakeEngine, make_backend
 
 MAX_REQUEST_BYTES = 100_000
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -59,9 +60,14 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 async def serve(tmp_path: Path) -> AsyncIterator[Served]:
     engine = FakeEngine()
     server = GrpcServer(
-        host="127.0.0.1", port=0, socket_path=str(tmp_path / "router.sock"), max_request_bytes=MAX_REQUEST_BYTES
+        host="127.0.0.1",
+        port=0,
+        socket_path=str(tmp_path / "router.sock"),
+        max_request_bytes=MAX_REQUEST_BYTES,
+        metrics=engine.metrics,
     )
-    await server.start(make_inference(engine), AdminServicer(engine))  # type: ignore[arg-type]
+    backend = make_backend(engine)
+    await server.start(backend, AdminServicer(backend))
     await server.set_serving(True)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         yield Served(engine, server, channel)
@@ -278,13 +284,23 @@ async def test_admin(served: Served) -> None:
 
 async def test_addresses_in_use_are_refused(served: Served, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{served.server.port}: the port is in use .* --grpc-port"):
-        GrpcServer(host="127.0.0.1", port=served.server.port, socket_path="", max_request_bytes=1024)
+        GrpcServer(host="127.0.0.1", port=served.server.port, socket_path="", max_request_bytes=1024, metrics=Metrics())
     with pytest.raises(ConfigError, match="another server listens there"):
         GrpcServer(
-            host="127.0.0.1", port=-1, socket_path=str(tmp_path / "router.sock"), max_request_bytes=MAX_REQUEST_BYTES
+            host="127.0.0.1",
+            port=-1,
+            socket_path=str(tmp_path / "router.sock"),
+            max_request_bytes=MAX_REQUEST_BYTES,
+            metrics=Metrics(),
         )
     with pytest.raises(ConfigError, match="longer than 100 bytes"):
-        GrpcServer(host="127.0.0.1", port=-1, socket_path="/" + "x" * 120, max_request_bytes=MAX_REQUEST_BYTES)
+        GrpcServer(
+            host="127.0.0.1",
+            port=-1,
+            socket_path="/" + "x" * 120,
+            max_request_bytes=MAX_REQUEST_BYTES,
+            metrics=Metrics(),
+        )
 
 
 @pytest.mark.parametrize("kind", ERROR_TABLE, ids=lambda kind: kind.__name__)
@@ -302,3 +318,24 @@ def test_every_error_has_a_status(kind: type[OctavoError]) -> None:
 def test_a_field_of_a_wrong_request_is_a_violation_only_where_there_is_one() -> None:
     assert len(grpc_errors.status_message(InvalidRequestError("x")).details) == 1
     assert len(grpc_errors.status_message(InvalidRequestError("x", field="f")).details) == 2
+
+
+@pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x1a\x01\xff", b"\x1a\x7f"], ids=["tag", "utf8", "truncated"])
+async def test_bytes_that_are_no_message_are_the_callers_error(served: Served, data: bytes) -> None:
+    for method, stub in (("Generate", served.channel.unary_stream), ("Tokenize", served.channel.unary_unary)):
+        call: Any = stub(f"/{INFERENCE_SERVICE}/{method}", request_serializer=None, response_deserializer=None)(data)
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "bytes are no message" in await call.details()
+    value = served.engine.metrics.registry.get_sample_value
+    assert value("octavo_requests_refused_total", {"reason": "invalid"}) == 1
+
+
+@pytest.mark.parametrize("retry_after_s", [None, 2.5])
+def test_an_outage_that_will_end_says_when_to_come_again(retry_after_s: float | None) -> None:
+    status = grpc_errors.status_message(UnavailableError("what happened", retry_after_s=retry_after_s))
+    found = [detail for detail in status.details if detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR)]
+    assert bool(found) == (retry_after_s is not None)
+    for detail in found:
+        info = error_details_pb2.RetryInfo()
+        detail.Unpack(info)
+        assert info.retry_delay.ToTimedelta().total_seconds() == retry_after_s

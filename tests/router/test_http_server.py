@@ -13,9 +13,10 @@ import pytest
 
 from octavo.errors import ConfigError, GenerationError, OverloadedError, UnavailableError
 from octavo_router.chat_template import ChatTemplate
-from octavo_router.http_server import HttpServer, Routes, bind, make_app
+from octavo_router.http_routes import Routes
+from octavo_router.http_server import HttpServer, bind, make_app
 from octavo_router.request import FinishReason
-from tests.router.fake_engine import ByteTokenizer, FakeEngine, LineTemplate, make_inference
+from tests.router.fake_engine import FakeEngine, LineTemplate, make_backend
 
 MAX_REQUEST_BYTES = 100_000
 
@@ -26,7 +27,6 @@ class Served:
     def __init__(self, engine: FakeEngine, url: str) -> None:
         self.engine = engine
         self.url = url
-        self.is_serving = True
         self.http: httpx.AsyncClient
 
     def connect(self, transport: httpx.AsyncBaseTransport) -> None:
@@ -65,14 +65,8 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
 
 
 def app_of(served: Served, template: LineTemplate | ChatTemplate) -> Any:
-    routes = Routes(
-        make_inference(served.engine, template),
-        token_bytes=ByteTokenizer().token_bytes,
-        is_serving=lambda: served.is_serving,
-        metrics=served.engine.metrics,
-        max_request_bytes=MAX_REQUEST_BYTES,
-    )
-    return make_app(routes)
+    backend = make_backend(served.engine, template)
+    return make_app(Routes(backend, metrics=served.engine.metrics, max_request_bytes=MAX_REQUEST_BYTES))
 
 
 @pytest.fixture
@@ -192,6 +186,16 @@ async def test_chat_stream_with_usage(local: Served) -> None:
     assert usage["usage"]["total_tokens"] == 35 + 3
 
 
+async def test_chat_stream_that_says_its_usage_so_far(local: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, usage, _ = await local.events("/v1/chat/completions", **CHAT, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1]
+    assert counts[-1] == usage["usage"]["completion_tokens"]
+    assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {usage["usage"]["prompt_tokens"]}
+
+
 async def test_several_prompts_and_samples(local: Served) -> None:
     body = {"prompt": ["a", "bc"], "n": 2, "echo": True}
     answer = (await local.post("/v1/completions", **body)).json()
@@ -269,6 +273,99 @@ async def test_completion_logprobs_count_from_the_prompts_start(local: Served) -
     assert answer["choices"][0]["logprobs"]["top_logprobs"][0] == {"a": -0.25}
 
 
+def joined_logprobs(chunks: list[Any]) -> dict[str, list[Any]]:
+    """The log-probabilities of a stream's only choice."""
+    joined: dict[str, list[Any]] = {}
+    for chunk in chunks:
+        for name, values in (chunk["choices"][0]["logprobs"] or {}).items():
+            joined.setdefault(name, []).extend(values)
+    return joined
+
+
+@pytest.mark.parametrize("prompt", ["éa", list("éa".encode())])
+async def test_echoed_logprobs_begin_with_the_prompts(local: Served, prompt: Any) -> None:
+    local.engine.text = "b."
+    answer = (await local.post("/v1/completions", prompt=prompt, echo=True, logprobs=1)).json()
+    (choice,) = answer["choices"]
+    assert choice["text"] == "éab."
+    logprobs = {
+        "tokens": ["bytes:\\xc3", "bytes:\\xa9", "a", "b", "."],
+        "token_logprobs": [None, -0.25, -0.5, -0.25, -0.25],
+        "top_logprobs": [
+            None,
+            {"bytes:\\xaa": -0.125, "bytes:\\xa9": -0.25},
+            {"b": -0.125, "a": -0.5},
+            {"b": -0.25},
+            {".": -0.25},
+        ],
+        "text_offset": [0, 0, 1, 2, 3],
+    }
+    assert choice["logprobs"] == logprobs
+    assert "prompt_logprobs" not in choice
+    *chunks, _ = await local.events("/v1/completions", prompt=prompt, echo=True, logprobs=1)
+    assert joined_logprobs(chunks) == logprobs
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "éab."
+    assert chunks[0]["choices"][0]["text"] == "éa"
+
+
+async def test_logprobs_0_are_the_tokens_own(local: Served) -> None:
+    (choice,) = (await local.post("/v1/completions", prompt="Hi", echo=True, logprobs=0)).json()["choices"]
+    assert choice["logprobs"]["token_logprobs"][:2] == [None, -0.25]
+    assert choice["logprobs"]["top_logprobs"][:3] == [None, {"i": -0.25}, {"P": -0.25}]
+
+
+async def test_the_prompt_alone_is_scored(local: Served) -> None:
+    """As evaluations ask: no token is generated."""
+    body = {"prompt": ["Hi", "Ho!"], "echo": True, "logprobs": 1, "max_tokens": 0, "n": 2}
+    answer = (await local.post("/v1/completions", **body)).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in answer["choices"]] == ["Hi", "Hi", "Ho!", "Ho!"]
+    assert [choice["logprobs"]["tokens"] for choice in answer["choices"]] == [["H", "i"]] * 2 + [["H", "o", "!"]] * 2
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+    assert answer["usage"]["completion_tokens"] == 0
+    *chunks, _ = await local.events("/v1/completions", **body | {"prompt": "Hi", "n": 1})
+    assert joined_logprobs(chunks)["token_logprobs"] == [None, -0.25]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, "length"]
+    error = await local.refused("/v1/completions", prompt="x", max_tokens=0)
+    assert (error["param"], "at least 1" in error["message"]) == ("max_tokens", True)
+
+
+async def test_logprobs_of_long_prompts(local: Served) -> None:
+    """Which are written in a thread."""
+    body = {"prompt": ["ab" * 200, "c" * 90], "echo": True, "logprobs": 1, "max_tokens": 1}
+    choices = (await local.post("/v1/completions", **body)).json()["choices"]
+    assert ["".join(choice["logprobs"]["tokens"]) for choice in choices] == ["ab" * 200 + "P", "c" * 90 + "P"]
+    *chunks, _ = await local.events("/v1/completions", **body)
+    texts = ["", ""]
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += "".join((choice["logprobs"] or {"tokens": []})["tokens"])
+    assert texts == ["ab" * 200 + "P", "c" * 90 + "P"]
+
+
+async def test_prompt_logprobs_are_vllms(local: Served) -> None:
+    expected = [
+        None,
+        {
+            "105": {"logprob": -0.25, "rank": 2, "decoded_token": "i"},
+            "106": {"logprob": -0.125, "rank": 1, "decoded_token": "j"},
+        },
+    ]
+    answer = (await local.post("/v1/completions", prompt="Hi", prompt_logprobs=2)).json()
+    assert answer["choices"][0]["prompt_logprobs"] == expected
+    assert answer["choices"][0]["logprobs"] is None
+    # The prompt's own token has no rank where it is not among the likeliest; what echo shows is not more.
+    answer = (await local.post("/v1/completions", prompt="Hi", prompt_logprobs=1, echo=True, logprobs=2)).json()
+    assert answer["choices"][0]["prompt_logprobs"][1]["105"]["rank"] is None
+    assert len(answer["choices"][0]["prompt_logprobs"][1]) == 2
+    *chunks, _ = await local.events("/v1/completions", prompt="Hi", prompt_logprobs=2)
+    assert [chunk["choices"][0].get("prompt_logprobs") for chunk in chunks] == [expected] + [None] * (len(chunks) - 1)
+    answer = (await local.post("/v1/chat/completions", **CHAT, prompt_logprobs=0)).json()
+    assert answer["prompt_logprobs"][:2] == [None, {"115": {"logprob": -0.25, "rank": None, "decoded_token": "s"}}]
+    error = await local.refused("/v1/chat/completions", **CHAT, prompt_logprobs=0, stream=True)
+    assert error["param"] == "prompt_logprobs"
+
+
 async def test_chat_logprobs_without_top_logprobs(local: Served) -> None:
     answer = (await local.post("/v1/chat/completions", **CHAT, logprobs=True, max_tokens=1)).json()
     entry = {"token": "P", "logprob": -0.25, "bytes": [80], "top_logprobs": []}
@@ -313,12 +410,25 @@ async def test_null_is_absent(local: Served) -> None:
         ({"prompt": "x", "logprobs": 21}, "logprobs", "logprobs is 21; it must be from 0 to 20"),
         ({"prompt": "x", "logprobs": -1}, "logprobs", "logprobs is -1"),
         ({"prompt": "x", "seed": 2**64}, "seed", "seed is 18446744073709551616"),
-        ({"prompt": "x", "echo": True, "logprobs": 1}, "echo", "not offered"),
+        ({"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs", "prompt_logprobs is 21; it must be from 0 to 20"),
+        ({"prompt": "x", "echo": True, "max_tokens": 0, "best_of": 2}, "max_tokens", "at least 1 with best_of above n"),
+        ({"prompt": "x", "echo": True, "max_tokens": 0, "use_beam_search": True}, "max_tokens", "with beam search"),
         ({"prompt": "x", "best_of": 2, "n": 3}, "best_of", "best_of is 2; it must be at least n, which is 3"),
         ({"prompt": "x", "best_of": 129}, "best_of", "best_of is 129"),
         ({"prompt": "x", "best_of": 3, "n": 2, "stream": True}, "best_of", "they cannot be streamed"),
-        ({"prompt": "x", "presence_penalty": 1}, "presence_penalty", "not offered"),
-        ({"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias", "not offered"),
+        ({"prompt": "x", "presence_penalty": 3}, "presence_penalty", "presence_penalty is 3; it must be from -2 to 2"),
+        ({"prompt": "x", "logit_bias": {"5": 1000}}, "logit_bias", "1000"),
+        ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty", "it must be from 0.01 to 100"),
+        ({"prompt": "x", "logit_bias": {"300": 1}}, "logit_bias", "logit_bias holds 300"),
+        ({"prompt": "x", "logit_bias": {"foo": 0}}, "logit_bias", 'has the key "foo"'),
+        ({"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids", "forbids every token"),
+        ({"prompt": "x", "bad_words": [""]}, "bad_words", "every word must have a character"),
+        ({"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"bad": 1}}}},
+         "response_format", "json_schema cannot be enforced"),
+        ({"prompt": "x", "guided_json": {"bad": 1}}, "guided_json", "json_schema cannot be enforced"),
+        ({"prompt": "x", "structured_outputs": {"regex": "bad"}}, "structured_outputs", "regex cannot be enforced"),
+        ({"prompt": "x", "guided_regex": "a", "ignore_eos": True}, "ignore_eos", "ignore_eos together with a grammar"),
+        ({"prompt": "x", "guided_regex": "a", "use_beam_search": True}, "guided_regex", "together with beam search"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "not offered"),
         ({"prompt": "x", "use_beam_search": True, "beam_width": 65}, "beam_width", "it must be from 1 to 64"),
         ({"prompt": "x", "use_beam_search": True, "beam_width": 2, "n": 3}, "n", "at most beam_width, which is 2"),
@@ -329,9 +439,9 @@ async def test_null_is_absent(local: Served) -> None:
         ({"prompt": "x", "use_beam_search": 1}, "use_beam_search", "it must be a valid boolean"),
         ({"prompt": "x", "use_beam_search": True, "early_stopping": 5}, "early_stopping", 'true, false or "never"'),
         ({"prompt": "x", "beam_width": 3}, "beam_width", "set use_beam_search to true"),
-        ({"prompt": "x", "response_format": {"type": "json_object"}}, "response_format", "not offered"),
-        ({"prompt": "x", "stream": True, "stream_options": {"continuous_usage_stats": True}},
-         "stream_options.continuous_usage_stats", "not offered"),
+        ({"prompt": "x", "response_format": {"type": "xml"}}, "response_format.type", "xml"),
+        ({"prompt": "x", "stream": True, "stream_options": {"include_obfuscation": True}},
+         "stream_options.include_obfuscation", "not offered"),
         ({"prompt": "x", "stream_options": {}}, "stream_options", "set stream to true"),
         ({"prompt": "x", "temprature": 1}, "temprature", "unknown field temprature"),
         ({"prompt": "x", "stream": "true"}, "stream", "stream is"),
@@ -366,8 +476,6 @@ async def test_refused_completions(local: Served, body: dict[str, Any], param: s
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "5; it must be a string"),
         ({"messages": [{"role": "user", "content": "x", "colour": "red"}]}, "messages[0].colour", "unknown field"),
         ({"messages": [{"role": "system"}, {"role": "system"}]}, "messages", "only one system message"),
-        ({**CHAT, "tools": [{"type": "function"}]}, "tools", "not offered"),
-        ({**CHAT, "tool_choice": "required"}, "tool_choice", "not offered"),
         ({**CHAT, "chat_template": "x"}, "chat_template", "not offered"),
         ({**CHAT, "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0"),
         ({**CHAT, "continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
@@ -500,10 +608,12 @@ async def test_models(local: Served) -> None:
 
 
 async def test_health_metrics_version_and_schema(local: Served) -> None:
+    for path, status in (("/health", "live"), ("/ready", "ready")):
+        assert (await local.http.get(path)).json() == {"status": status}
+        assert (await local.http.head(path)).status_code == 200
+    local.engine.is_connected = False
+    assert (await local.http.get("/ready")).status_code == 503
     assert (await local.http.get("/health")).status_code == 200
-    assert (await local.http.head("/health")).status_code == 200
-    local.is_serving = False
-    assert (await local.http.get("/health")).status_code == 503
     metrics = await local.http.get("/metrics")
     assert metrics.headers["content-type"].startswith("text/plain")
     assert "octavo_requests_finished_total" in metrics.text
@@ -516,10 +626,17 @@ async def test_health_metrics_version_and_schema(local: Served) -> None:
 async def test_tokenize_and_detokenize(local: Served) -> None:
     answer = (await local.post("/tokenize", model="tiny", prompt="Hi")).json()
     assert answer == {"count": 2, "max_model_len": 512, "tokens": [72, 105], "token_strs": None}
+    answer = (await local.post("/tokenize", prompt="Hi", return_token_strs=True)).json()
+    assert answer["token_strs"] == ["<48>", "<69>"]
     chat = (await local.post("/tokenize", **CHAT)).json()
     assert bytes(chat["tokens"]) == b"user: Capital of France?\nassistant:"
     assert (await local.post("/detokenize", tokens=[72, 105])).json() == {"prompt": "Hi"}
     await local.refused("/tokenize")
+    # Text above the context is counted, so that its sender sees by how much; not without end.
+    assert (await local.post("/tokenize", prompt="x" * (16 * 512))).json()["count"] == 16 * 512
+    error = await local.refused("/tokenize", prompt="x" * (16 * 512 + 1))
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert "8193 tokens; at most 8192" in error["message"]
     assert (await local.refused("/detokenize", tokens=[300]))["param"] == "tokens"
     await local.refused("/detokenize", tokens=[-1])
 

@@ -25,7 +25,7 @@ from octavo.errors import (
 from octavo.v1 import inference_pb2 as pb
 from octavo_router import validation
 from octavo_router.chat_template import ChatTemplate
-from octavo_router.request import Beams, EarlyStopping, FinishReason, ResumedSample, Sampling
+from octavo_router.request import Beams, EarlyStopping, FinishReason, ResumedSample, Sampling, TokenRules
 from tests.router.fake_engine import EOS, FakeEngine, LineTemplate, make_inference
 
 
@@ -127,6 +127,7 @@ async def test_zero_temperature_and_neutral_values_are_values() -> None:
         ({"sampling": {"minP": 1.1}}, "sampling.min_p", "min_p is 1.1; it must be from 0 to 1"),
         ({"sampling": {"n": 0}}, "sampling.n", "n is 0; it must be from 1 to 128"),
         ({"sampling": {"n": 129}}, "sampling.n", "n is 129"),
+        ({"output": {"promptLogprobs": 21}}, "output.prompt_logprobs", "prompt_logprobs is 21; it must be from"),
         ({"sampling": {"n": 3, "bestOf": 2}}, "sampling.best_of", "best_of is 2; it must be at least n, which is 3"),
         ({"sampling": {"bestOf": 129}}, "sampling.best_of", "best_of is 129; it must be at least n, which is 1"),
         (beams(0), "sampling.beam_search.beam_width", "beam_width is 0; it must be from 1 to 64"),
@@ -154,6 +155,7 @@ async def test_zero_temperature_and_neutral_values_are_values() -> None:
         ({"chat": {"messages": [{"content": "x"}]}}, "chat.messages[0].role", "messages[0] has no role"),
         ({"requestId": "a\nb"}, "request_id", "printable"),
         ({"requestId": "x" * 257}, "request_id", "at most 256"),
+        ({"tenant": "x" * 257}, "tenant", "the limit is 256"),
     ],
 )  # fmt: skip
 async def test_wrong_values_are_refused_by_name(fields: dict[str, Any], field: str, message: str) -> None:
@@ -216,19 +218,16 @@ async def test_more_token_ids_than_are_decoded_at_once() -> None:
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"sampling": {"presencePenalty": 0.5}}, "sampling.presence_penalty"),
-        ({"sampling": {"frequencyPenalty": -1}}, "sampling.frequency_penalty"),
-        ({"sampling": {"repetitionPenalty": 1.1}}, "sampling.repetition_penalty"),
-        ({"sampling": {"logitBias": {"5": 1}}}, "sampling.logit_bias"),
-        ({"sampling": {"allowedTokenIds": [5]}}, "sampling.allowed_token_ids"),
-        ({"sampling": {"badWords": ["x"]}}, "sampling.bad_words"),
-        ({"sampling": {"grammar": {"regex": "a"}}}, "sampling.grammar"),
-        ({"output": {"promptLogprobs": 0}}, "output.prompt_logprobs"),
-        ({"output": {"echo": True, "logprobs": 0}}, "output.echo"),
+        (beams(2, presencePenalty=0.5), "sampling.presence_penalty"),
+        (beams(2, frequencyPenalty=-1), "sampling.frequency_penalty"),
+        (beams(2, repetitionPenalty=1.1), "sampling.repetition_penalty"),
+        (beams(2, logitBias={"5": 1}), "sampling.logit_bias"),
+        (beams(2, allowedTokenIds=[5]), "sampling.allowed_token_ids"),
+        (beams(2, badWords=["x"]), "sampling.bad_words"),
+        (beams(2, grammar={"regex": "a"}), "sampling.grammar"),
         ({"sampling": {"beamSearch": {"beamWidth": 2}}, "stop": {"stop": ["x"]}}, "stop.stop"),
         ({"sampling": {"beamSearch": {"beamWidth": 2}}, "output": {"logprobs": 0}}, "output.logprobs"),
         ({"adapter": "a"}, "adapter"),
-        ({"chat": {"messages": [{"role": "user"}], "tools": [{"name": "f"}]}}, "chat.tools"),
         ({"chat": {"messages": [{"role": "user"}], "chatTemplate": "x"}}, "chat.chat_template"),
     ],
 )
@@ -320,7 +319,7 @@ async def test_a_resume_goes_to_the_engine_with_its_seed() -> None:
     engine = FakeEngine()
     held = [
         {"sampleIndex": 1, "tokenIds": [80, 97], "textByteCount": 2, "cumulativeLogprob": -0.5},
-        {"sampleIndex": 0, "tokenIds": [80, 256], "textByteCount": 1, "finishReason": "FINISH_REASON_STOP"},
+        {"sampleIndex": 0, "tokenIds": [80, 256], "textByteCount": 1, "finishReason": "FINISH_REASON_TOOL_CALLS"},
     ]
     first, *_ = await responses_of(engine, request_of(**resumed(held)))
     assert first.prompt.seed == 7
@@ -386,6 +385,73 @@ async def test_an_echoed_prompt_counts_as_text_that_is_held() -> None:
     held[1]["textByteCount"] = 1
     with pytest.raises(ResumeMismatchError, match="within a character of the prompt"):
         await responses_of(engine, request_of(**fields))
+
+
+def scores(*logprobs: float, first_token: int = 105) -> list[pb.TokenLogprobs]:
+    """A prompt's entries: an empty one, then tokens that count up with the token above them as the likeliest."""
+    entries = [pb.TokenLogprobs()]
+    for token_id, logprob in enumerate(logprobs, first_token):
+        top = pb.TopLogprob(token_id=token_id + 1, logprob=-0.125)
+        entries.append(pb.TokenLogprobs(token_id=token_id, logprob=logprob, top=[top]))
+    return entries
+
+
+@pytest.mark.parametrize("final_only", [False, True])
+async def test_the_first_response_has_the_prompts_logprobs(final_only: bool) -> None:
+    engine = FakeEngine()
+    output = {"promptLogprobs": 1, "finalOnly": final_only}
+    first, *others = await responses_of(engine, request_of(output=output))
+    assert list(first.prompt.logprobs) == scores(-0.25)
+    assert not any(response.HasField("prompt") for response in others)
+    assert engine.requests[0].output.prompt_logprobs == 1
+    assert engine.requests[0].output.logprobs is None
+    first, *_ = await responses_of(engine, request_of(output={"finalOnly": final_only}))
+    assert not first.prompt.logprobs
+
+
+async def test_many_entries_of_a_prompt() -> None:
+    request = request_of(token_ids={"ids": list(range(256)) * 2}, stop={"maxTokens": 0}, output={"promptLogprobs": 1})
+    first, *_ = await responses_of(FakeEngine(), request)
+    assert [entry.token_id for entry in first.prompt.logprobs[1:]] == [*range(1, 256), *range(256)]
+
+
+async def test_a_resume_does_not_bring_the_prompts_logprobs_again() -> None:
+    """They came with the seed that it names."""
+    engine = FakeEngine()
+    fields = resumed([{"tokenIds": [80], "textByteCount": 1}]) | {"output": {"promptLogprobs": 1}}
+    first, *_ = await responses_of(engine, request_of(**fields))
+    assert not first.prompt.logprobs
+    assert engine.requests[0].output.prompt_logprobs is None
+    assert engine.requests[0].resumed
+
+
+@pytest.mark.parametrize("output", [{"promptLogprobs": 0}, {"echo": True}])
+async def test_no_token_may_be_asked_for_where_the_prompt_comes_back(output: dict[str, Any]) -> None:
+    engine = FakeEngine()
+    responses = await responses_of(engine, request_of(stop={"maxTokens": 0}, output=output, sampling={"n": 2}))
+    deltas = [delta for response in responses for delta in response.deltas if delta.finish_reason]
+    assert [(delta.sample_index, list(delta.token_ids)) for delta in deltas] == [(0, []), (1, [])]
+    assert {delta.finish_reason for delta in deltas} == {pb.FINISH_REASON_LENGTH}
+    # The whole context may be the prompt's, and not a token more.
+    for length, kind in ((512, "text"), (512, "token_ids")):
+        prompt: Any = "x" * length if kind == "text" else {"ids": [7] * length}
+        await responses_of(engine, request_of(**{kind: prompt}, stop={"maxTokens": 0}, output=output))
+        longer: Any = "x" * (length + 1) if kind == "text" else {"ids": [7] * (length + 1)}
+        with pytest.raises(ContextLengthError, match="shorten the prompt to at most 512 tokens"):
+            await responses_of(engine, request_of(**{kind: longer}, stop={"maxTokens": 0}, output=output))
+        with pytest.raises(ContextLengthError, match="shorten the prompt to at most 511 tokens"):
+            await responses_of(engine, request_of(**{kind: prompt}, stop={"maxTokens": 1}, output=output))
+
+
+async def test_a_resume_of_a_prompt_alone_starts_over() -> None:
+    """Its end comes in one response with the usage, so its caller holds nothing that counts."""
+    engine = FakeEngine()
+    fields = resumed([{"sampleIndex": 1, "finishReason": "FINISH_REASON_LENGTH", "textByteCount": 2}])
+    fields |= {"stop": {"maxTokens": 0}, "output": {"echo": True}}
+    first, *_, last = await responses_of(engine, request_of(**fields))
+    assert [(delta.sample_index, delta.text) for delta in first.deltas] == [(0, "Hi")]
+    assert engine.requests[0].resumed == ()
+    assert last.HasField("usage")
 
 
 async def test_whoever_waits_for_one_response_is_told_when_the_request_is_accepted() -> None:
@@ -465,3 +531,53 @@ async def test_variables_that_are_no_json_are_refused() -> None:
     chat.template_variables["x"] = math.inf
     with pytest.raises(InvalidRequestError, match="not finite"):
         await responses_of(FakeEngine(), pb.GenerateRequest(chat=chat))
+
+
+async def test_token_rules_reach_the_engine() -> None:
+    engine = FakeEngine()
+    sampling = {
+        "presencePenalty": 1.5, "frequencyPenalty": -2, "repetitionPenalty": 1.25, "logitBias": {"7": 2, "5": -100},
+        "allowedTokenIds": [9, 5, 9], "badWords": ["no", " way"], "grammar": {"regex": "a+"},
+    }  # fmt: skip
+    await responses_of(engine, request_of(sampling=sampling))
+    assert engine.requests[0].sampling.rules == TokenRules(
+        presence_penalty=1.5,
+        frequency_penalty=-2,
+        repetition_penalty=1.25,
+        logit_bias=((5, -100), (7, 2)),
+        allowed_token_ids=(5, 9),
+        bad_words=(tuple(b"no"), tuple(b"way")),
+        grammar="regex:a+",
+    )
+
+
+async def test_a_grammar_that_cannot_be_compiled_is_refused() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        await responses_of(FakeEngine(), request_of(sampling={"grammar": {"lark": "bad"}}))
+    assert caught.value.field == "sampling.grammar.lark"
+
+
+async def test_a_grammar_needs_an_end() -> None:
+    with pytest.raises(InvalidRequestError, match="ignore_eos together with a grammar") as caught:
+        await responses_of(FakeEngine(), request_of(sampling={"grammar": {"regex": "a"}}, stop={"ignoreEos": True}))
+    assert caught.value.field == "stop.ignore_eos"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "capability"),
+    [
+        ({"sampling": {"presencePenalty": 1}}, "sampling.presence_penalty", "CAPABILITY_LOGIT_PROCESSORS"),
+        ({"sampling": {"badWords": ["x"]}}, "sampling.bad_words", "CAPABILITY_LOGIT_PROCESSORS"),
+        ({"sampling": {"grammar": {"jsonObject": True}}}, "sampling.grammar", "CAPABILITY_GRAMMARS"),
+        (beams(2), "sampling.beam_search", "CAPABILITY_BEAMS"),
+        ({"output": {"promptLogprobs": 0}}, "output.prompt_logprobs", "CAPABILITY_PROMPT_LOGPROBS"),
+    ],
+)
+async def test_what_the_worker_lacks_is_refused_by_name(fields: dict[str, Any], field: str, capability: str) -> None:
+    engine = FakeEngine()
+    engine.model.capabilities = frozenset()
+    with pytest.raises(UnsupportedError, match=f"its worker lacks {capability}; leave it out") as caught:
+        await responses_of(engine, request_of(**fields))
+    assert caught.value.field == field
+    neutral = request_of(sampling={"presencePenalty": 0, "repetitionPenalty": 1})
+    assert await responses_of(engine, neutral)

@@ -108,7 +108,7 @@ async def test_it_serves_without_torch_and_stops(worker: FakeWorkerServer, tmp_p
             assert answer["choices"][0]["message"]["content"] == "abc"
             assert answer["usage"]["prompt_tokens"] == len("user: Hi\nassistant: ")
             assert (await client.get("/v1/models")).json()["data"][0]["id"] == "abc"
-            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/ready")).status_code == 200
             assert "octavo_requests_finished_total" in (await client.get("/metrics")).text
         async with grpc.aio.insecure_channel(f"unix:{socket_path}") as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
@@ -146,7 +146,8 @@ async def test_sigterm_lets_running_requests_finish(worker: FakeWorkerServer, tm
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
             refused = await client.post("/v1/completions", json={"prompt": "x"})
             assert refused.status_code == 503
-            assert (await client.get("/health")).status_code == 503
+            assert (await client.get("/ready")).status_code == 503
+            assert (await client.get("/health")).status_code == 200
 
             worker.running.set()
             for call in calls:
@@ -202,6 +203,48 @@ async def watch(channel: grpc.aio.Channel) -> Any:
     return call
 
 
+async def test_before_there_is_a_worker_health_is_answered_and_inference_refused(tmp_path: Path) -> None:
+    async with router(tmp_path, f"--worker=unix:{tmp_path / 'worker.sock'}") as running:
+        line = await running.until_it_says("taking connections at HTTP ")
+        found = re.search(r"(http://\S+)/v1, gRPC ([^;]+);", line)
+        assert found
+        await running.until_it_says("waiting for the worker at unix:")
+        async with httpx.AsyncClient(base_url=found[1], trust_env=False) as client:
+            answers = {path: (await client.get(path)).status_code for path in ("/health", "/ready", "/version")}
+            assert answers == {"/health": 200, "/ready": 503, "/version": 200}
+            chat = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+            for path, body in (("completions", {"prompt": "x"}), ("chat/completions", chat)):
+                response = await client.post(f"/v1/{path}", json=body)
+                assert response.status_code == 503
+                assert response.json()["error"]["code"] == "unavailable"
+                assert response.headers["retry-after"] == "2"
+            assert (await client.get("/v1/models")).status_code == 503
+        async with grpc.aio.insecure_channel(found[2]) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(pb.GenerateRequest(text="x")).read()
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "waits for its first worker" in str(caught.value.details())
+            with pytest.raises(grpc.aio.AioRpcError, match="waits for its first worker"):
+                await admin_pb2_grpc.AdminServiceStub(channel).GetState(admin_pb2.GetStateRequest())
+            health: Any = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert (await health.read()).status == NOT_SERVING
+            assert not running.ready_file.exists()
+            async with httpx.AsyncClient(trust_env=False) as client:
+                metrics = (await client.get(f"{found[1]}/metrics")).text
+            assert 'octavo_requests_refused_total{reason="unavailable"} 3.0' in metrics
+
+            worker = FakeWorkerServer(f"unix:{tmp_path / 'worker.sock'}")
+            await worker.start()
+            try:
+                await running.until_ready()
+                assert (await health.read()).status == SERVING
+                responses = [response async for response in stub.Generate(pb.GenerateRequest(text="x"))]
+                assert responses[-1].usage.completion_token_count
+            finally:
+                await worker.stop()
+
+
 async def test_a_signal_ends_the_wait_for_a_worker(tmp_path: Path) -> None:
     async with router(tmp_path, f"--worker=unix:{tmp_path / 'nobody.sock'}") as running:
         await running.until_it_says("waiting for the worker at unix:")
@@ -216,7 +259,7 @@ async def test_without_http_no_http_stack_is_loaded(worker: FakeWorkerServer, tm
         assert running.addresses["http"] == ""
         running.process.send_signal(signal.SIGTERM)
         assert await running.process.wait() == 0
-        assert not {"fastapi", "uvicorn", "pydantic"} & set(re.findall(r"\| +(\w+)", await running.log()))
+        assert not {"starlette", "uvicorn", "pydantic"} & set(re.findall(r"\| +(\w+)", await running.log()))
 
 
 @pytest.mark.parametrize(
@@ -227,6 +270,11 @@ async def test_without_http_no_http_stack_is_loaded(worker: FakeWorkerServer, tm
         (["--max-num-seqs=0"], "max_num_seqs is 0; it must be from 1"),
         (["--chat-template=/nowhere/t.jinja"], "chat_template is '/nowhere/t.jinja', which cannot be read"),
         (["--grpc-port=0", "--grpc-socket=/nowhere/router.sock"], "the folder must exist and be writable"),
+        (["--api-key-file=/nowhere/keys"], "api_key_file /nowhere/keys cannot be read: No such file or directory"),
+        (["--api-key=two words"], "api_key must be printable ASCII without spaces and commas"),
+        (["--ssl-keyfile=/nowhere/k", "--ssl-certfile=/nowhere/c"], "ssl_keyfile /nowhere/k cannot be read"),
+        (["--worker-ssl-keyfile=k"], "worker_ssl_certfile, worker_ssl_ca_certs is missing"),
+        (["--allowed-origins=a.test"], "allowed_origins has 'a.test'"),
     ],
 )
 def test_settings_at_fault_are_one_line_and_exit_code_2(
@@ -237,6 +285,30 @@ def test_settings_at_fault_are_one_line_and_exit_code_2(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("octavo-router: ")
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "warned"),
+    [(["--host=0.0.0.0"], True), (["--host=0.0.0.0", "--api-key=k"], False), (["--host=127.0.0.1"], False)],
+)
+async def test_a_router_that_serves_everybody_says_so(
+    flags: list[str], warned: bool, worker: FakeWorkerServer, tmp_path: Path
+) -> None:
+    async with router(tmp_path, f"--worker={worker.address}", *flags) as running:
+        await running.until_ready()
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.process.wait() == 0
+        assert ("everybody who reaches 0.0.0.0 is served" in await running.log()) is warned
+
+
+async def test_a_router_waits_for_the_token_file_that_its_worker_makes(
+    worker: FakeWorkerServer, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    async with router(tmp_path, f"--worker={worker.address}", f"--worker-token-file={token}") as running:
+        await running.until_it_says("waiting for worker_token_file")
+        token.write_text("a-token\n")
+        await running.until_ready()
 
 
 def test_a_port_in_use_is_named_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:

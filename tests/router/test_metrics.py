@@ -10,9 +10,9 @@ def test_every_counter_is_there_before_anything_happened() -> None:
     text = Metrics().render().decode()
     for reason in ("stop", "length", "abort", "deadline", "error"):
         assert f'octavo_requests_finished_total{{reason="{reason}"}} 0.0' in text
-    for reason in ("overloaded", "unavailable", "too_long"):
+    for reason in ("invalid", "unsupported", "too_long", "too_large", "overloaded", "unavailable", "abort", "error"):
         assert f'octavo_requests_refused_total{{reason="{reason}"}} 0.0' in text
-    for name in ("prompt_tokens", "generation_tokens", "sessions_lost", "worker_idle_seconds", "prefix_cache_queries"):
+    for name in ("requests_accepted", "prompt_tokens", "generation_tokens", "sessions_lost", "prefix_cache_queries"):
         assert f"\noctavo_{name}_total 0.0" in text
     for kind in ("swap", "recompute"):
         assert f'octavo_preemptions_total{{kind="{kind}"}} 0.0' in text

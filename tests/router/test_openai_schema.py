@@ -37,8 +37,10 @@ def test_every_parameter_reaches_its_field() -> None:
     request = completion(
         model="m", max_tokens=5, temperature=0, top_p=0.5, top_k=7, min_p=0.25, n=2, best_of=2, seed=9,
         presence_penalty=1.5, frequency_penalty=-1.5, repetition_penalty=1.25, stop=["a", "b"], stop_token_ids=[3],
+        logit_bias={"5": -100, "0": 2.5}, allowed_token_ids=[5, 0], bad_words=["no"],
+        response_format={"type": "json_object"},
         include_stop_str_in_output=True, ignore_eos=True, min_tokens=2, skip_special_tokens=False,
-        spaces_between_special_tokens=True, stream=True, priority=-3, cache_salt="s", logprobs=4, echo=True,
+        spaces_between_special_tokens=True, stream=True, priority=-3, cache_salt="s", user="u", logprobs=4, echo=True,
     )  # fmt: skip
     assert request == pb.GenerateRequest(
         request_id="r1",
@@ -47,14 +49,20 @@ def test_every_parameter_reaches_its_field() -> None:
         sampling={
             "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.25, "n": 2, "best_of": 2, "seed": 9,
             "presence_penalty": 1.5, "frequency_penalty": -1.5, "repetition_penalty": 1.25,
+            "logit_bias": {5: -100, 0: 2.5}, "allowed_token_ids": [5, 0], "bad_words": ["no"],
+            "grammar": {"json_object": True},
         },
         stop={
             "max_tokens": 5, "min_tokens": 2, "stop": ["a", "b"], "stop_token_ids": [3], "ignore_eos": True,
             "include_stop_in_text": True,
         },
-        output={"logprobs": 4, "echo": True, "skip_special_tokens": False, "spaces_between_special_tokens": True},
+        output={
+            "logprobs": 4, "prompt_logprobs": 4, "echo": True, "return_prompt_token_ids": True,
+            "skip_special_tokens": False, "spaces_between_special_tokens": True,
+        },
         priority=-3,
         cache_salt="s",
+        tenant="u",
     )  # fmt: skip
 
 
@@ -165,6 +173,20 @@ def test_each_field_that_is_not_offered_says_so(body: type[Any]) -> None:
         assert caught.value.field == name
 
 
+@pytest.mark.parametrize("key", ["foo", "-1", "1.5", "", " 5", "05", "4294967296", "99999999999999999999", "\u0665"])
+def test_keys_of_logit_bias_are_token_ids(key: str) -> None:
+    with pytest.raises(InvalidRequestError, match="logit_bias has the key") as caught:
+        completion(logit_bias={key: 1})
+    assert caught.value.field == "logit_bias"
+
+
+def test_allowing_no_token_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="allowed_token_ids is empty"):
+        completion(allowed_token_ids=[])
+    empty = completion(logit_bias={}, bad_words=[])
+    assert not empty.sampling.ListFields()
+
+
 def test_a_neutral_number_is_no_boolean() -> None:
     with pytest.raises(UnsupportedError):
         completion(return_token_ids=0)
@@ -221,6 +243,8 @@ def test_names_of_the_contract_become_those_of_openai() -> None:
     for field, param in {
         "sampling.temperature": "temperature",
         "sampling.beam_search.beam_width": "beam_width",
+        "sampling.grammar.json_schema": "response_format",
+        "sampling.grammar.regex": "structured_outputs",
         "stop.stop": "stop",
         "stop": "stop",
         "stop.include_stop_in_text": "include_stop_str_in_output",

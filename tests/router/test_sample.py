@@ -61,6 +61,13 @@ def test_a_stop_string_may_begin_in_what_is_held() -> None:
     assert (sample.take_text(), sample.end) == ("", End(FinishReason.STOP, "DEF"))
 
 
+def test_what_is_held_of_the_text_is_known() -> None:
+    sample = make_sample()
+    assert sample.resume(held(C, D, E, text_byte_count=2), NO_STOPS)
+    assert (sample.held_text, sample.take_text()) == ("CD", "E")
+    assert make_sample().held_text == ""
+
+
 def test_text_that_was_held_back_for_a_stop_string_comes_when_it_is_none() -> None:
     sample = make_sample(stop=("DEF",))
     assert not sample.resume(held(C, D, E, text_byte_count=1), NO_STOPS)

@@ -137,6 +137,13 @@ class TestSpecialTokens:
             assert "".join(pieces) == text
             assert byte_level().decode(ids, **options) == text
 
+    def test_special_tokens_that_are_asked_for_are_shown_and_no_others(self) -> None:
+        ids = [1, *byte_level().encode("Hi"), 2]
+        pieces, _, _ = run(byte_level(), ids, shown_special_ids=frozenset({1}))
+        assert "".join(pieces) == "<|im_start|>Hi"
+        pieces, matched, _ = run(byte_level(), [0, 1, 2], shown_special_ids=frozenset({1}), stop=["im_start|>"])
+        assert ("".join(pieces), matched) == ("<|", "im_start|>")
+
     def test_spaces_change_nothing_where_special_tokens_are_left_out(self) -> None:
         pieces, _, _ = run(byte_level(), [1, 2, *byte_level().encode("Hi")], spaces_between_special_tokens=True)
         assert "".join(pieces) == "Hi"

@@ -56,6 +56,9 @@ class TestLoading:
         named = Tokenizer(byte_level()._backend.to_str().encode(), special_tokens={"eos_token": "<tool>"})
         assert named.token_id("<tool>") == tool
         assert named.decode([tool], skip_special_tokens=True) == ""
+        assert named.token_spelling(tool) == "<tool>"
+        assert named.token_spelling(named.encode("\n")[0]) == "\u010a"
+        assert named.token_spelling(1 << 20) == ""
 
     def test_truncation_and_padding_are_off(self) -> None:
         cut = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}

@@ -26,7 +26,7 @@ from octavo_router.worker_client import (
     wait_for_worker,
 )
 from tests.router.fake_client import description, letter_tokenizer
-from tests.router.fake_worker import expected_output, next_candidates, next_token
+from tests.router.fake_worker import expected_output, next_candidates, next_token, prompt_score
 from tests.router.fake_worker_service import FakeWorkerService
 from tests.router.harness import make_request
 from tests.router.test_engine import read_ok, until
@@ -107,6 +107,8 @@ async def test_a_plan_and_its_result_survive_the_wire(address: str) -> None:
     async with serving(address) as server, connected(address) as client:
         async with client.open_session(epoch=1, incarnation=77, router_name="router-0") as session:
             plan = prefill(10)
+            params = dataclasses.replace(PARAMS, return_prompt_logprobs=True, top_prompt_logprob_count=2)
+            plan.new_sequences[0] = dataclasses.replace(plan.new_sequences[0], params=params)
             await session.send(plan)
             await session.renew()
             async with aclosing(session.messages()) as messages:
@@ -119,8 +121,13 @@ async def test_a_plan_and_its_result_survive_the_wire(address: str) -> None:
         assert result.logprobs.top_counts == [2]
         assert result.logprobs.unpack([token_id])[0].logprob == -(token_id + 1) / 8
         assert (result.duration_us, result.idle_us) == (1000, 10)
+        (stretch,) = result.prompt_logprobs
+        assert (stretch.sequence_id, stretch.start_position) == (9, 1)
+        expected = [prompt_score(list(range(10)), position, 2) for position in range(1, 10)]
+        entries = stretch.columns.unpack(list(range(1, 10)))
+        assert [(entry.logprob, list(entry.top)) for entry in entries] == expected
         assert server.worker is not None
-        assert server.worker.sequences[9].params == PARAMS
+        assert server.worker.sequences[9].params == params
         opening, sent, renewal = server.requests[:3]
         assert (opening.epoch, opening.incarnation, opening.step_seq) == (1, 77, 1)
         assert opening.open.router_name == "router-0"
@@ -209,13 +216,14 @@ async def test_a_session_whose_worker_dies(address: str) -> None:
 
 
 async def test_waiting_for_a_worker_says_so(address: str, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
+    caplog.set_level(logging.INFO, logger="octavo_router")
     async with connected(address) as client:
         waiting = asyncio.create_task(wait_for_worker(client))
         await until(lambda: bool(caplog.records))
         async with serving(address):
             assert (await waiting).worker_name == "worker-0"
     assert caplog.messages[0].startswith(f"waiting for the worker at {address} (0 s): UNAVAILABLE")
+    assert caplog.records[0].levelno == logging.INFO  # a warning only after a while: at a start it is as it should be
 
 
 def test_delays_double_up_to_a_bound() -> None:

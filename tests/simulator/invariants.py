@@ -95,6 +95,8 @@ class Invariants:
         self._worker: SimulatedWorker | None = None
         self._known = KnownContent(0, "")
         self._owners_before: dict[int, set[int]] = {}
+        self._admitted: set[int] = set()
+        self._num_preemptions = 0
 
     def begin_session(self, worker: SimulatedWorker) -> None:
         """A worker with empty memory is there."""
@@ -183,16 +185,42 @@ class Invariants:
                 raise InvariantError(f"block {block_id} is freed and used in plan {plan.step_seq}")
         self._owners_before = owners
 
+    def check_turns(self) -> None:
+        """Asserts of a plan that those who were admitted with it came before all who go on waiting: by priority, and
+        within it by what their tenants were served. A preemption puts some back who were set aside before."""
+        scheduler, waiting = self.scheduler, self.scheduler.waiting
+        admitted = {
+            sequence.group: None
+            for sequence in scheduler.running
+            if sequence.group.arrival not in self._admitted and sequence.group.is_admitted
+        }
+        self._admitted.update(group.arrival for group in admitted)
+        was_quiet, self._num_preemptions = self._num_preemptions == scheduler.num_preemptions, scheduler.num_preemptions
+        if not admitted or not was_quiet or waiting.only is not None:
+            return
+        passed = [sequence for sequence in waiting if waiting._is_fresh(sequence)]
+        last_of = {group.account: group for group in sorted(admitted, key=lambda group: group.sequences[0].order)}
+        for account, group in last_of.items():
+            if account is None:
+                raise InvariantError(f"{group.request.request_id} runs without an account")
+            num_before = account.num_served - (len(group.request.prompt_token_ids) - group.num_cached_tokens)
+            for sequence in passed:
+                other = sequence.group.account
+                if sequence.priority < group.request.priority:
+                    raise InvariantError(f"{group.request.request_id} passes one of a better priority")
+                if sequence.priority == group.request.priority and (other is None or other.num_served < num_before):
+                    raise InvariantError(f"{group.request.request_id} passes one whose tenant was served less")
+
     def _check_computed_once(self, plan: StepPlan) -> None:
         """Asserts that no block of a prompt is computed by two sequences in one plan, but for blocks that end with the
-        last known token, which everybody computes."""
+        last known token, which everybody computes, and for prompts that are computed for their log-probabilities."""
         size = self.scheduler.blocks.block_size
         sequences = {sequence.sequence_id: sequence for sequence in self.scheduler.running}
         computed: dict[bytes, int] = {}
         for sequence_id, start, count in zip(plan.sequence_ids, plan.start_positions, plan.token_counts, strict=True):
-            if count == 1:
-                continue
             sequence = sequences[sequence_id]
+            if count == 1 or sequence.group.prompt_scores is not None:
+                continue
             hashes = self._known.prompts[sequence.group.arrival]
             num_full = min(start + count, sequence.num_tokens - sequence.num_in_flight - 1) // size
             for block_hash in hashes[start // size : num_full]:

@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 
 from octavo_router.beam_search import Hypothesis
 from octavo_router.request import FinishReason
-from octavo_router.results import Event, RequestFailed, TokenSampled
+from octavo_router.results import Event, PromptComputed, RequestFailed, TokenSampled
 from octavo_router.sequence import SequenceGroup
-from tests.simulator.oracle import digests, extend, logprob
+from tests.simulator.oracle import digests, extend, logprob, prompt_scores
 from tests.simulator.traffic import Arrival
+
+FEWEST_DEATHS, FEWEST_DEATHS_ALONE = 3, 2
+"""Of the worker, before a request may be blamed for them."""
 
 
 class LedgerError(AssertionError):
@@ -22,7 +25,9 @@ class LedgerError(AssertionError):
 
 @dataclass(slots=True)
 class Entry:
-    """One accepted request. outcome: None until it has ended; then "finished", "failed", "left" or "too large"."""
+    """One accepted request. outcome: None until it has ended; then "finished", "failed", "blamed", "left" or "too
+    large". num_deaths: of the worker with this request in a plan in flight, num_deaths_alone: with no other, num_kills:
+    that it caused."""
 
     arrival: Arrival
     group: SequenceGroup
@@ -30,6 +35,10 @@ class Entry:
     is_ended: list[bool]
     states: list[int]
     num_tokens: int = 0
+    num_deaths: int = 0
+    num_deaths_alone: int = 0
+    num_kills: int = 0
+    is_scored: bool = False
     outcome: str | None = None
 
     @property
@@ -92,7 +101,12 @@ class Ledger:
             raise LedgerError(f"{name} got token {token_id} at {len(tokens)}, right is {right}")
         if entry.arrival.fails(index, len(tokens)):
             raise LedgerError(f"{name} got token {token_id} at {len(tokens)}, where the worker fails on it")
+        if entry.arrival.kills(index, len(tokens)):
+            raise LedgerError(f"{name} got token {token_id} at {len(tokens)}, where the worker dies of it")
         self._check_logprobs(entry, event)
+        scores = entry.group.prompt_scores
+        if scores is not None and not scores.is_complete:
+            raise LedgerError(f"{name} got a token before the log-probabilities of its prompt")
         tokens.append(token_id)
         entry.states[index] = extend(entry.states[index], token_id)
         entry.num_tokens += 1
@@ -119,6 +133,18 @@ class Ledger:
         if event.logprobs is not None and event.logprobs.logprob != logprob(state, event.token_id):
             raise LedgerError(f"{entry.name}: another token's log-probability came with token {event.token_id}")
 
+    def prompt(self, entry: Entry, event: PromptComputed) -> None:
+        """Takes in that a prompt's log-probabilities are there."""
+        scores, prompt = entry.group.prompt_scores, entry.arrival.request.prompt_token_ids
+        if scores is None or entry.is_scored or event.is_end:
+            raise LedgerError(f"{entry.name} did not ask for its prompt, or has it, and there it comes")
+        entry.is_scored = True
+        if not scores.is_complete:
+            raise LedgerError(f"{entry.name} has the log-probabilities of {scores.num_scored} of {len(prompt)} tokens")
+        found = [(score.token_id, score.logprob) for score in scores.entries(prompt)]
+        if found != prompt_scores(prompt):
+            raise LedgerError(f"{entry.name} has other log-probabilities of its prompt than are right")
+
     def beams(self, entry: Entry, hypotheses: list[Hypothesis]) -> None:
         """Takes in the end of a beam search."""
         right = entry.arrival.hypotheses
@@ -140,12 +166,24 @@ class Ledger:
             raise LedgerError(f"{entry.name} failed before the worker did: {event.message}")
         self.close(entry, "failed")
 
+    def blamed(self, entry: Entry, event: RequestFailed) -> None:
+        """Takes in that a request is held to have killed the worker."""
+        if entry.num_deaths < FEWEST_DEATHS or entry.num_deaths_alone < FEWEST_DEATHS_ALONE:
+            raise LedgerError(
+                f"{entry.name} is blamed, though the worker died {entry.num_deaths} times with it, "
+                f"{entry.num_deaths_alone} times with it alone: {event.message}"
+            )
+        self.close(entry, "blamed")
+
     def check_end(self) -> None:
         """Asserts that everyone who was accepted has ended and that whoever finished has everything."""
         if self.open:
             names = ", ".join(entry.name for entry in self.open.values())
             raise LedgerError(f"{len(self.open)} requests never ended: {names}")
         for entry in self.closed:
+            scores = entry.group.prompt_scores
+            if entry.outcome == "finished" and scores is not None and not scores.is_complete:
+                raise LedgerError(f"{entry.name} finished with {scores.num_scored} log-probabilities of its prompt")
             if entry.outcome != "finished" or entry.arrival.hypotheses is not None:
                 continue
             for index, (tokens, sample) in enumerate(zip(entry.tokens, entry.arrival.samples, strict=True)):

@@ -51,6 +51,12 @@ def logprob(digest: int, token_id: int) -> float:
     return -(1 + extend(digest, token_id + VOCAB_SIZE) % 512) / 64
 
 
+def prompt_scores(token_ids: Sequence[int]) -> list[tuple[int, float]]:
+    """The tokens of a prompt from the second on, each with its log-probability."""
+    states = digests(token_ids[:-1])
+    return [(token_id, logprob(state, token_id)) for token_id, state in zip(token_ids[1:], states, strict=True)]
+
+
 def candidates(digest: int, count: int, suppressed: Sequence[int] = ()) -> list[tuple[int, float]]:
     """The likeliest tokens, likeliest first. Log-probabilities are multiples of 1/64, so that their sums are exact."""
     token_id, stride = digest % VOCAB_SIZE, 1 + (digest >> 8) % (VOCAB_SIZE - 1)

@@ -33,6 +33,7 @@ class Features:
     beams: bool = True
     resume: bool = True
     lost_sessions: bool = True
+    tenants: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Traffic:
     Shares are the parts of all requests that are like that: share_families begin with one of num_families common
     prefixes, share_turns continue an earlier request's prompt and output, share_repeats repeat one;
     share_flushes is the part of all steps behind which somebody flushes the prefix cache.
+    share_killing bring the worker down with one of their steps. Tenants in front of others ask more often.
     alphabet: how many different tokens prompts are made of. mean_stay_s: how long an answer takes that need not wait;
     who leaves stays about as long.
     """
@@ -72,6 +74,8 @@ class Traffic:
     share_flushes: float
     num_priorities: int
     salts: tuple[str, ...]
+    share_killing: float
+    tenants: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,8 @@ def _draw_traffic(rng: random.Random, limits: Limits, worker: Worker, features: 
         share_flushes=rng.choice((0.0, 0.0, 0.0, 0.01)),
         num_priorities=rng.randint(2, 3) if has_priorities else 1,
         salts=("", "a", "b") if has_salts else ("",),
+        share_killing=rng.choice((0.0, 0.0, 0.0, 0.003, 0.02)) * features.lost_sessions,
+        tenants=tuple("abcdefgh")[: rng.choice((1, 1, 2, 3, 8))] if features.tenants else ("",),
     )
 
 

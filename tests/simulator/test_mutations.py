@@ -9,13 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from octavo_router import prefix_cache
+from octavo_router import prefix_cache, suspects
 from octavo_router.batch import Batch
 from octavo_router.block_manager import BlockManager
 from octavo_router.block_pool import BlockPool
+from octavo_router.fairness import FairQueue
 from octavo_router.plan import BlockMoves, Moves, StepPlan, StepResult
 from octavo_router.prefix_cache import Tier, chained_hash
 from octavo_router.prefix_sharing import PrefixSharing
@@ -23,6 +25,7 @@ from octavo_router.queues import WaitingQueue
 from octavo_router.results import Event
 from octavo_router.scheduler import Scheduler
 from octavo_router.sequence import Sequence, SequenceStatus
+from octavo_router.suspects import Suspects
 from tests.simulator import invariants
 from tests.simulator.run import Task, simulate
 
@@ -211,7 +214,38 @@ def what_is_being_computed_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixSharing, "announce", lambda sharing, sequence: None)
 
 
+def turns_go_to_another_tenant(patch: pytest.MonkeyPatch) -> None:
+    """Where there are several, somebody else than the one who was served least goes first."""
+    original = FairQueue._first_of
+
+    def first_of(queue: FairQueue, level: Any) -> Sequence | None:
+        first = original(queue, level)
+        heads = [account.heap[0][2] for account in level.accounts.values() if account.heap]
+        others = [head for head in heads if queue._is_standing(head) and first and head.group is not first.group]
+        return max(others, key=lambda head: head.group.account.num_served, default=first)
+
+    patch.setattr(FairQueue, "_first_of", first_of)
+
+
+def equals_give_way(patch: pytest.MonkeyPatch) -> None:
+    """An arrival takes the place of a request of its own priority, which takes it back, and so on."""
+    patch.setattr(Sequence, "priority", property(lambda sequence: 9 - (sequence.status is SequenceStatus.WAITING)))
+
+
+def everyone_in_flight_is_blamed(patch: pytest.MonkeyPatch) -> None:
+    """Whoever was there three times did it, alone or not."""
+    patch.setattr(suspects, "LEAST_DEATHS_ALONE", 0)
+
+
+def nobody_is_blamed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Suspects, "_is_convicted", lambda self, suspicion: False)
+
+
 MUTATIONS: dict[Patch, str] = {
+    turns_go_to_another_tenant: "passes one whose tenant was served less",
+    equals_give_way: "gave way",
+    everyone_in_flight_is_blamed: "is blamed, though",
+    nobody_is_blamed: "killed the worker 9 times",
     copy_on_write_shares: "shared|is written by|two sequences|holds something else|in the step that writes it",
     copy_on_write_does_not_copy: "which holds nothing there|which holds something else",
     last_block_is_never_released: "count as used|blocks are used|shared and would be written to",

@@ -6,7 +6,7 @@ Lengths and gaps are the trace's. Prompts share prefixes by families, repeat, an
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from octavo_router.beam_search import Hypothesis
 from octavo_router.limits import Limits
@@ -39,7 +39,8 @@ class Arrival:
     gap_s: since the arrival before. samples or hypotheses: what it gives; visited: the beams
     on the way there. held: tokens of each sample that its caller
     holds already. leaves_after_s, leaves_after_tokens: when its caller leaves, after so long or so many tokens of all
-    samples. fails_at: (sample, output tokens) at which the worker fails on it. is_impossible: it must be refused.
+    samples. fails_at: (sample, output tokens) at which the worker fails on it, kills_at: at which it dies of it.
+    is_impossible: it must be refused.
     """
 
     gap_s: float
@@ -51,11 +52,16 @@ class Arrival:
     leaves_after_s: float | None = None
     leaves_after_tokens: int | None = None
     fails_at: tuple[int, int] | None = None
+    kills_at: tuple[int, int] | None = None
     is_impossible: bool = False
 
     def fails(self, sample_index: int, num_output: int) -> bool:
         """Whether the worker fails on this step of this sample."""
         return self.fails_at == (sample_index, num_output)
+
+    def kills(self, sample_index: int, num_output: int) -> bool:
+        """Whether the worker dies of this step of this sample."""
+        return self.kills_at == (sample_index, num_output)
 
 
 class TrafficSource:
@@ -63,6 +69,8 @@ class TrafficSource:
 
     def __init__(self, scenario: Scenario) -> None:
         self._rng = random.Random(f"traffic {scenario.seed}")
+        self._fates = random.Random(f"fates {scenario.seed}")
+        self._scoring = random.Random(f"scoring {scenario.seed}")
         self._settings = scenario.traffic
         self._limits = scenario.limits
         self._longest = scenario.traffic.longest_total
@@ -99,13 +107,33 @@ class TrafficSource:
             prompt_token_ids=prompt,
             sampling=sampling,
             stopping=self._stopping(max_tokens),
-            output=Output(logprobs=rng.choice((0, 2)) if rng.random() < 0.2 else None),
+            output=Output(
+                logprobs=rng.choice((0, 2)) if rng.random() < 0.2 else None,
+                prompt_logprobs=self._scoring.randrange(3) if self._scoring.random() < 0.15 else None,
+            ),
             priority=rng.randrange(settings.num_priorities),
             cache_salt=salt,
+            tenant=self._tenant(),
         )
         arrival = self._with_fate(self._gap_s(traced.gap_ms), request, is_impossible)
+        if self._fates.random() < settings.share_killing and request.sampling.seed < 1 << 32 and not is_impossible:
+            arrival = replace(arrival, kills_at=self._kills_at(arrival.request))
         self._remember(arrival)
         return arrival
+
+    def _tenant(self) -> str:
+        """The first one asks half of the time, the second half of the rest, and so on."""
+        tenants = self._settings.tenants
+        index = 0
+        while index < len(tenants) - 1 and self._fates.random() < 0.5:
+            index += 1
+        return tenants[index]
+
+    def _kills_at(self, request: Request) -> tuple[int, int]:
+        if request.sampling.beams is not None:
+            return 0, 0
+        most = min(9, request.stopping.max_tokens - 1)
+        return self._fates.randrange(num_samples(request)), self._fates.choice((0, self._fates.randint(0, most)))
 
     def _gap_s(self, traced_gap_ms: int) -> float:
         """Time to this arrival; none within a burst."""
@@ -144,7 +172,7 @@ class TrafficSource:
 
     def _remember(self, arrival: Arrival) -> None:
         """Keeps a request's tokens for others to begin with."""
-        if arrival.is_impossible or arrival.fails_at is not None:
+        if arrival.is_impossible or arrival.fails_at is not None or arrival.kills_at is not None:
             return
         request = arrival.request
         prompt = list(request.prompt_token_ids)
@@ -254,6 +282,7 @@ class TrafficSource:
             output=request.output,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            tenant=request.tenant,
             resumed=tuple(resumed),
         ), held
 

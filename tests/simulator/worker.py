@@ -10,6 +10,7 @@ It has no clock: when it executes what is the world's business.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from octavo_router.limits import Limits
@@ -18,6 +19,7 @@ from octavo_router.plan import (
     Candidates,
     LogprobColumns,
     NewSequence,
+    PromptLogprobs,
     SequenceFailure,
     SequenceParams,
     StepPlan,
@@ -34,6 +36,14 @@ NAN = -2
 
 class ContractError(AssertionError):
     """The router broke a rule of octavo.worker.v1, or a block does not hold what its reader needs."""
+
+
+class WorkerKilledError(Exception):
+    """A sequence's step brought the worker down. sampling_key: of that step."""
+
+    def __init__(self, sampling_key: tuple[int, int]) -> None:
+        super().__init__(f"killed by {sampling_key}")
+        self.sampling_key = sampling_key
 
 
 @dataclass(slots=True)
@@ -65,9 +75,12 @@ class Memory:
 
 
 class SimulatedWorker:
-    """One incarnation: its memory and its sequences. failing: (sampling key, output tokens) of the steps that fail."""
+    """One incarnation: its memory and its sequences. failing: (sampling key, output tokens) of the steps that fail;
+    killing: of those that bring it down."""
 
-    def __init__(self, limits: Limits, failing: set[tuple[int, int]]) -> None:
+    def __init__(
+        self, limits: Limits, failing: set[tuple[int, int]], killing: Container[tuple[int, int]] = frozenset()
+    ) -> None:
         self.block_size = limits.block_size
         self.max_num_tokens = limits.max_num_batched_tokens
         self.device = Memory.of(limits.num_device_blocks, limits.block_size)
@@ -75,9 +88,11 @@ class SimulatedWorker:
         self.sequences: dict[int, WorkerSequence] = {}
         self.num_plans = 0
         self._failing = failing
+        self._killing = killing
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Does what a plan orders, in the contract's order. Raises ContractError where it must not be ordered."""
+        """Does what a plan orders, in the contract's order. Raises ContractError where it must not be ordered, and
+        WorkerKilledError where it does not survive it."""
         self.num_plans += 1
         _require(plan.step_seq == self.num_plans, "plan %d came, %d is next", plan.step_seq, self.num_plans)
         self._check_columns(plan)
@@ -165,6 +180,8 @@ class SimulatedWorker:
         token_ids: list[int] = []
         failures: list[SequenceFailure] = []
         found: list[Candidates] = []
+        scored: list[PromptLogprobs] = []
+        starts = dict(zip(plan.sequence_ids, plan.start_positions, strict=True))
         logprobs = LogprobColumns()
         written: dict[int, int] = {}
         block_ids = iter(plan.new_block_ids)
@@ -180,10 +197,15 @@ class SimulatedWorker:
                 self._write(sequence_id, sequence, start, count, written)
                 ready.append((sequence_id, sequence, samples))
         for sequence_id, sequence, samples in ready:
-            if self._reads_nan(sequence_id, sequence, written) or (samples and self._is_failing(sequence)):
+            if samples and self._sampling_key(sequence) in self._killing:
+                raise WorkerKilledError(self._sampling_key(sequence))
+            if self._reads_nan(sequence_id, sequence, written) or (
+                samples and self._sampling_key(sequence) in self._failing
+            ):
                 self._fail(sequence_id, sequence, plan)
                 failures.append(SequenceFailure(sequence_id, "the simulated model failed"))
                 continue
+            self._score_prompt(sequence_id, sequence, starts[sequence_id], scored)
             if not samples:
                 continue
             _require(sequence.num_computed == len(sequence.token_ids), "sampled before all tokens are computed")
@@ -202,7 +224,25 @@ class SimulatedWorker:
             logprobs=logprobs,
             errors=failures,
             candidates=found,
+            prompt_logprobs=scored,
         )
+
+    def _score_prompt(
+        self, sequence_id: int, sequence: WorkerSequence, start: int, scored: list[PromptLogprobs]
+    ) -> None:
+        """Each token that was computed scores the next one of the prompt, from what is in memory."""
+        last = min(sequence.num_computed or 0, sequence.num_prompt_tokens - 1)
+        if not sequence.params.return_prompt_logprobs or last <= start:
+            return
+        columns, num_top = LogprobColumns(), sequence.params.top_prompt_logprob_count
+        for position in range(start, last):
+            state = self.device.blocks[sequence.block_table[position // self.block_size]][position % self.block_size]
+            columns.logprobs.append(logprob(state, sequence.token_ids[position + 1]))
+            columns.top_counts.append(num_top)
+            for token_id, value in candidates(state, num_top) if num_top else ():
+                columns.top_token_ids.append(token_id)
+                columns.top_logprobs.append(value)
+        scored.append(PromptLogprobs(sequence_id, start + 1, columns))
 
     def _write(
         self, sequence_id: int, sequence: WorkerSequence, start: int, count: int, written: dict[int, int]
@@ -253,9 +293,9 @@ class SimulatedWorker:
             f"sequence {sequence_id} reads position {position + slot} in block {block_id}, which holds {what} there"
         )
 
-    def _is_failing(self, sequence: WorkerSequence) -> bool:
-        num_output = len(sequence.token_ids) - sequence.num_prompt_tokens
-        return (sequence.params.seed, num_output) in self._failing
+    @staticmethod
+    def _sampling_key(sequence: WorkerSequence) -> tuple[int, int]:
+        return sequence.params.seed, len(sequence.token_ids) - sequence.num_prompt_tokens
 
     def _fail(self, sequence_id: int, sequence: WorkerSequence, plan: StepPlan) -> None:
         """Leaves NaN where the sequence's step wrote, and does nothing more for it."""

@@ -18,16 +18,20 @@ from typing import Any
 
 from octavo.errors import InvalidRequestError
 from octavo_router.plan import StepPlan, StepResult
-from octavo_router.results import BeamsFinished, Event, ProtocolError, RequestFailed, TokenSampled
+from octavo_router.preemption import MOST_EVICTIONS
+from octavo_router.results import BeamsFinished, Event, PromptComputed, ProtocolError, RequestFailed, TokenSampled
 from octavo_router.scheduler import Scheduler
 from tests.simulator.invariants import Invariants
 from tests.simulator.ledger import Entry, Ledger, LedgerError
 from tests.simulator.oracle import EOS_TOKEN_ID
 from tests.simulator.scenario import Scenario, draw_limits
 from tests.simulator.traffic import Arrival, TrafficSource, may_be_refused, must_be_refused, num_sequences
-from tests.simulator.worker import SimulatedWorker
+from tests.simulator.worker import SimulatedWorker, WorkerKilledError
 
 LAST_LINES = 200
+
+MOST_KILLS = 8
+"""Of one request, until it is found out, with others that are suspected too."""
 
 
 @dataclass(slots=True)
@@ -65,6 +69,7 @@ class World:
         self._lines: deque[tuple[float, Any]] = deque(maxlen=LAST_LINES)
         self._source = TrafficSource(scenario)
         self._failing: set[tuple[int, int]] = set()
+        self._killing: dict[tuple[int, int], Entry] = {}
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._num_events = 0
         self._epoch = 0
@@ -140,6 +145,9 @@ class World:
         if arrival.fails_at is not None:
             index, num_output = arrival.fails_at
             self._failing.add(((request.sampling.seed + index) % (1 << 64), num_output))
+        if arrival.kills_at is not None:
+            index, num_output = arrival.kills_at
+            self._killing[((request.sampling.seed + index) % (1 << 64), num_output)] = entry
         for resumed in request.resumed:
             if resumed.finish_reason is not None:
                 self.scheduler.finish(group.sequences[resumed.sample_index])
@@ -189,6 +197,7 @@ class World:
                 raise LedgerError(f"plan {plan.step_seq} was made without a session")
             self._check()
             self.invariants.check_plan(plan)
+            self.invariants.check_turns()
             if session.executes:
                 self._deliver_plan(session, plan)
         self._check()
@@ -217,7 +226,11 @@ class World:
         if is_lost and self.rng.random() < 0.5:
             self._break(session, None)
             return
-        result = session.worker.execute(plan)
+        try:
+            result = session.worker.execute(plan)
+        except WorkerKilledError as error:
+            self._die(session, self._killing[error.sampling_key])
+            return
         if is_lost:
             self._break(session, result)
         elif session.is_over:
@@ -271,6 +284,9 @@ class World:
             elif isinstance(event, BeamsFinished):
                 self.ledger.beams(entry, event.hypotheses)
                 self._note(f"{entry.name} found its beams", "beam searches")
+            elif isinstance(event, PromptComputed):
+                self.ledger.prompt(entry, event)
+                self._note(f"{entry.name} has its prompt's log-probabilities", "scored prompts")
             elif self.ledger.token(entry, event):
                 self.scheduler.finish(event.sequence)
                 self.counts["stop strings"] += 1
@@ -342,15 +358,45 @@ class World:
         )
         self._note("the worker hangs" if is_hanging else "the worker is gone")
 
+    def _die(self, session: Session, entry: Entry) -> None:
+        """A request kills the worker. It may do so a few times, until it is found out."""
+        if session.is_over:
+            session.executes = False
+            return
+        entry.num_kills += 1
+        self._note(f"{entry.name} kills the worker", "killed workers")
+        self.counts["most kills of one request"] = max(self.counts["most kills of one request"], entry.num_kills)
+        if entry.num_kills > MOST_KILLS:
+            raise LedgerError(f"{entry.name} killed the worker {entry.num_kills} times, the most is {MOST_KILLS}")
+        self._break(session, None)
+
     def _lose(self, session: Session) -> None:
         """The router gives the session up."""
         assert session is self._session
         self._session = None
         self._note(f"session {session.epoch} is over", "lost sessions")
-        self.scheduler.end_session()
+        self._note_suspects()
+        failed = self.scheduler.end_session()
         self.invariants.end_session()
+        for event in failed:
+            entry = self.ledger.entry_of(event)
+            self.ledger.blamed(entry, event)
+            self._note(f"{entry.name} is blamed: {event.message}", "blamed" if entry.num_kills else "blamed wrongly")
         self._check()
         self._at(self.now + self.scenario.worker.reconnect_s * self.rng.random(), self._begin_session)
+
+    def _note_suspects(self) -> None:
+        """Counts a death of the worker against everyone whose plans are not answered."""
+        groups = {
+            sequence.group.arrival
+            for plan in self.scheduler.in_flight
+            for sequence, _ in plan.computed
+            if sequence.is_live
+        }
+        for arrival in groups:
+            entry = self.ledger.open[arrival]
+            entry.num_deaths += 1
+            entry.num_deaths_alone += len(groups) == 1
 
     def _begin_session(self) -> None:
         limits = self.scenario.limits
@@ -358,7 +404,7 @@ class World:
             other = draw_limits(self.rng, self.scenario.features)
             limits = replace(other, max_model_len=limits.max_model_len)
         self._epoch += self.rng.randint(1, 3)
-        worker = SimulatedWorker(limits, self._failing)
+        worker = SimulatedWorker(limits, self._failing, self._killing)
         self._session = Session(self._epoch, worker)
         self._note(f"session {self._epoch} begins: {limits}", "sessions")
         too_large = self.scheduler.begin_session(self._epoch, limits)
@@ -399,6 +445,8 @@ class World:
     def _check_end(self) -> None:
         """Asserts that nothing is left anywhere."""
         self.invariants.check_end()
+        for entry in self.ledger.closed:
+            self._check_evictions(entry)
         if self.scenario.traffic.num_priorities == 1 and not self.scenario.worker.share_resized:
             for entry in self.ledger.closed:
                 self._check_preemptions(entry)
@@ -409,6 +457,14 @@ class World:
             raise LedgerError(f"{len(session.unanswered)} plans were never answered")
         if session.worker.sequences:
             raise LedgerError(f"the worker still holds sequences {sorted(session.worker.sequences)}")
+
+    def _check_evictions(self, entry: Entry) -> None:
+        """Asserts that a request did not give way to arrivals again and again."""
+        num_evictions = max(sequence.num_evictions for sequence in entry.group.sequences)
+        if num_evictions > MOST_EVICTIONS:
+            raise LedgerError(f"{entry.name} gave way {num_evictions} times, the most is {MOST_EVICTIONS}")
+        if num_evictions and self.scenario.traffic.num_priorities == 1:
+            raise LedgerError(f"{entry.name} gave way to its equal")
 
     def _check_preemptions(self, entry: Entry) -> None:
         """Asserts that a request was not preempted again and again by those before it."""

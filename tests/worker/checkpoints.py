@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from octavo.worker.v1 import worker_pb2 as pb
+from octavo_worker.tokenizer import TokenizerBundle
 
 FloatArray = NDArray[np.float32]
 VOCAB_SIZE = 96
@@ -115,6 +118,25 @@ def tokenizer_content(size: int) -> dict[str, Any]:
         "decoder": None,
         "model": {"type": "BPE", "vocab": {text: index for index, text in enumerate(texts)}, "merges": []},
     }
+
+
+def letter_tokenizer(eos_token_ids: Sequence[int] = (0, 1)) -> TokenizerBundle:
+    """A byte-level tokenizer of 96 tokens: two special ones, and one for each character from "!" to "~"."""
+    content = tokenizer_content(VOCAB_SIZE)
+    content["model"]["vocab"] = {"<s>": 0, "</s>": 1} | {chr(0x21 + index): index + 2 for index in range(94)}
+    content["decoder"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    defaults = pb.TokenizerDefaults(eos_token_ids=eos_token_ids)
+    return TokenizerBundle(json.dumps(content).encode(), defaults, VOCAB_SIZE)
+
+
+def letters_to_ids(text: str) -> list[int]:
+    """The tokens of a text for `letter_tokenizer`."""
+    return [ord(letter) - 0x21 + 2 for letter in text]
+
+
+def ids_to_letters(token_ids: Iterable[int]) -> str:
+    """Their text; "$" for an end of sequence."""
+    return "".join("$" if token_id < 2 else chr(token_id - 2 + 0x21) for token_id in token_ids)
 
 
 def write_checkpoint(

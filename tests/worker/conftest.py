@@ -12,11 +12,12 @@ import torch
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels import Backend, KVLayout, load_backend
 from octavo_worker.executor import Executor
+from octavo_worker.grammar import GrammarEngine
 from octavo_worker.kv_pool import KVPool, PoolSize
 from octavo_worker.loaders.checkpoint import Checkpoint, open_checkpoint
 from octavo_worker.loaders.source import INSTALLED_MODELS, find_model
 from octavo_worker.models.decoder import Decoder
-from tests.worker.checkpoints import tiny_config, write_checkpoint
+from tests.worker.checkpoints import letter_tokenizer, tiny_config, write_checkpoint
 
 BLOCK_SIZE = 8
 
@@ -50,12 +51,19 @@ def make_executor(
     num_blocks: int = 64,
     num_host_blocks: int = 8,
     block_size: int = BLOCK_SIZE,
+    grammars: GrammarEngine | None = None,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Executor:
     config = decoder.config
     layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, decoder.dtype)
     pool = KVPool(layout, PoolSize(num_blocks, num_host_blocks), backend)
-    return Executor(decoder, pool, backend, max_batched_tokens=512, on_progress=on_progress)
+    return Executor(decoder, pool, backend, max_batched_tokens=512, grammars=grammars, on_progress=on_progress)
+
+
+@pytest.fixture(scope="session")
+def letters() -> GrammarEngine:
+    """Grammars over `letter_tokenizer`, whose size is that of tiny models' vocabularies."""
+    return GrammarEngine(letter_tokenizer())
 
 
 @pytest.fixture(scope="session")
@@ -111,6 +119,8 @@ def generate(executor: Executor, sequence: pb.NewSequence, count: int, *, chunk:
         plan = pb.StepPlan()
     while len(tokens) < count:
         step = schedule((sequence.sequence_id, known + len(tokens) - 1, 1, True))
-        tokens += executor.execute(pb.StepPlan(scheduled=step)).token_ids
+        result = executor.execute(pb.StepPlan(scheduled=step))
+        assert not result.errors
+        tokens += result.token_ids
     executor.execute(pb.StepPlan(release_sequence_ids=[sequence.sequence_id]))
     return tokens

@@ -13,9 +13,11 @@ from tokenizers import Tokenizer
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels import Backend, load_backend
 from octavo_worker.executor import Executor, PlanError
+from octavo_worker.grammar import GrammarEngine
 from octavo_worker.loaders.checkpoint import open_checkpoint
 from octavo_worker.loaders.source import find_model
 from octavo_worker.models.decoder import Decoder
+from tests.worker.checkpoints import ids_to_letters, letters_to_ids
 from tests.worker.conftest import generate, load_decoder, make_executor, new_sequence, schedule
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
@@ -91,7 +93,7 @@ def test_order_release_swap_out_swap_in_copy_fork_forward(executor: Executor, mo
     for owner, names in (
         (executor.table, ("remove", "fork")),
         (executor.pool, ("swap_out", "swap_in", "copy")),
-        (executor.decoder, ("forward",)),
+        (executor.decoder, ("hidden",)),
     ):
         for name in names:
             spy(owner, name)
@@ -108,7 +110,7 @@ def test_order_release_swap_out_swap_in_copy_fork_forward(executor: Executor, mo
             scheduled=schedule((3, 10, 1, True)),
         )
     )  # fmt: skip
-    assert calls == ["remove", "swap_out", "swap_in", "copy", "fork", "forward"]
+    assert calls == ["remove", "swap_out", "swap_in", "copy", "fork", "hidden"]
     assert list(result.sequence_ids) == [3]
     assert result.moved_byte_count == 2 * executor.pool.layout.bytes_per_block
 
@@ -347,6 +349,93 @@ def test_suppressed_tokens_until_the_output_is_long_enough(executor: Executor) -
     assert not set(tokens[:2]) & set(banned)
     free = new_sequence(3, PROMPT + tokens[:2], [7, 8, 9])
     assert generate(executor, free, 2) == tokens[2:]
+
+
+YES_NO = "start: /(yes|no)+/"
+
+
+@pytest.fixture
+def with_grammars(decoder: Decoder, backend: Backend, letters: GrammarEngine) -> Executor:
+    return make_executor(decoder, backend, grammars=letters)
+
+
+def test_grammar_holds_to_the_end_and_a_step_behind_it(with_grammars: Executor) -> None:
+    """The last steps are those of lookahead, which is planned before an end of sequence is known."""
+    for seed in range(8):
+        sequence = new_sequence(1, PROMPT, [0, 1, 2, 3], grammar="start: /(yes|no){2}/", temperature=3.0, seed=seed)
+        text = ids_to_letters(generate(with_grammars, sequence, 9))
+        assert text.strip("$") in ("yesyes", "yesno", "noyes", "nono")
+        assert text.endswith("$$$")
+
+
+def test_sequence_whose_grammar_fails_fails_alone(with_grammars: Executor) -> None:
+    plain = generate(with_grammars, new_sequence(1, PROMPT, [0, 1]), 2)
+    grammars = ["start: nothing", YES_NO, 'start: "zz"', YES_NO]
+    blocks = [[2 * row, 2 * row + 1] for row in range(1, 5)]
+    constrained = [
+        new_sequence(2, PROMPT, blocks[0], grammar=grammars[0]),
+        new_sequence(3, PROMPT, blocks[1], grammar=grammars[1]),
+        new_sequence(4, PROMPT, blocks[2], grammar=grammars[2], allowed_token_ids=letters_to_ids("ab")),
+        new_sequence(5, PROMPT + letters_to_ids("yb"), blocks[3], grammar=grammars[3], prompt_len=len(PROMPT)),
+    ]
+    result = prefill(with_grammars, new_sequence(1, PROMPT, [0, 1]), *constrained)
+    assert {error.code for error in result.errors} == {pb.SEQUENCE_ERROR_CODE_GRAMMAR}
+    assert 'unknown name: "nothing"' in messages(result)[2]
+    assert messages(result)[4] == "the grammar and the banned tokens leave no token to sample"
+    assert "doesn't satisfy the grammar" in messages(result)[5]
+    assert list(result.sequence_ids) == [1, 3]
+    assert result.token_ids[0] == plain[0]
+    later = with_grammars.execute(pb.StepPlan(scheduled=schedule(*((item, 10, 1, True) for item in (2, 4, 5, 3, 1)))))
+    assert not later.errors
+    assert list(later.sequence_ids) == [3, 1]
+    assert ids_to_letters([result.token_ids[1], later.token_ids[0]]) in ("ye", "no")
+    assert later.token_ids[1] == plain[1]
+
+
+def test_logprobs_are_those_before_penalties_bias_and_bans(with_grammars: Executor) -> None:
+    asked = {"return_logprobs": True, "top_logprob_count": 96}
+    plain = prefill(with_grammars, new_sequence(1, PROMPT, [0, 1], **asked)).logprobs
+    raw = dict(zip(plain.top_token_ids, plain.top_logprobs, strict=True))
+    greedy = plain.top_token_ids[0]
+    changes: list[dict[str, Any]] = [
+        {"logit_bias_token_ids": [greedy], "logit_biases": [-100.0]},
+        {"allowed_token_ids": [7, 9]},
+        {"bad_word_token_ids": [greedy], "bad_word_lengths": [1]},
+        {"grammar": YES_NO},
+        {"logit_bias_token_ids": [50], "logit_biases": [100.0], "repetition_penalty": 1.2, "presence_penalty": 1.0},
+    ]
+    sequences = [new_sequence(2, PROMPT, [2, 3], **asked)]
+    sequences += [
+        new_sequence(3 + index, PROMPT, [4 + 2 * index, 5 + 2 * index], **asked, **change)
+        for index, change in enumerate(changes)
+    ]
+    result = prefill(with_grammars, *sequences)
+    assert not result.errors
+    assert result.token_ids[0] == greedy
+    assert greedy not in result.token_ids[1:]
+    assert result.token_ids[5] == 50
+    for index, token_id in enumerate(result.token_ids):
+        assert result.logprobs.logprobs[index] == pytest.approx(raw[token_id], abs=1e-5)
+        tops = result.logprobs.top_token_ids[96 * index : 96 * (index + 1)]
+        assert list(tops) == list(plain.top_token_ids)
+
+
+def test_replaced_and_forked_sequences_start_over_in_their_grammar(with_grammars: Executor) -> None:
+    ordered = {"grammar": 'start: "abcdefgh"'}
+    prefill(with_grammars, new_sequence(1, PROMPT, [0, 1, 2], **ordered))
+    for count in (1, 2):
+        with_grammars.execute(pb.StepPlan(scheduled=schedule((1, 9 + count, 1, True))))
+    d, x = letters_to_ids("dx")
+    # Behind "abc" a child goes on with "ab" and another token, and one with what the grammar takes.
+    forks = pb.Forks(
+        parent_sequence_ids=[1, 1], child_sequence_ids=[2, 1], token_ids=[x, d], block_counts=[3, 3],
+        block_ids=[0, 1, 2, 0, 1, 3], token_counts=[12, 13],
+    )  # fmt: skip
+    result = with_grammars.execute(pb.StepPlan(forks=forks, scheduled=schedule((2, 12, 1, True), (1, 13, 1, True))))
+    assert "doesn't satisfy the grammar" in messages(result)[2]
+    assert ids_to_letters(result.token_ids) == "e"
+    again = new_sequence(1, PROMPT + letters_to_ids("abcdef"), [4, 5, 6], prompt_len=len(PROMPT), **ordered)
+    assert ids_to_letters(prefill(with_grammars, again).token_ids) == "g"
 
 
 def test_logprobs_come_for_the_sequences_that_asked(executor: Executor) -> None:

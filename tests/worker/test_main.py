@@ -12,15 +12,18 @@ import pytest
 
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo.worker.v1 import worker_pb2_grpc as pb_grpc
+from octavo_kernels import InvalidArgumentError
 from octavo_worker.main import main
-from tests.worker.checkpoints import tiny_config, write_checkpoint
+from tests.worker.checkpoints import letter_tokenizer, tiny_config, tokenizer_content, write_checkpoint
 
 COMMAND = [sys.executable, "-m", "octavo_worker"]
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return write_checkpoint(tmp_path / "tiny", tiny_config())
+    folder = write_checkpoint(tmp_path / "tiny", tiny_config())
+    (folder / "tokenizer.json").write_bytes(letter_tokenizer().tokenizer_json)
+    return folder
 
 
 def refused(*arguments: str) -> str:
@@ -47,7 +50,13 @@ def test_serves_until_a_signal_comes(model: Path, tmp_path: Path, number: signal
     assert not path.exists()
     assert description.kv_memory.bytes_per_block == 2 * 2 * 2 * 8 * 8 * 4
     assert description.kv_memory.host_block_count == (1 << 30) // 1000 // 2048
-    assert list(description.capabilities) == [pb.CAPABILITY_BEAMS, pb.CAPABILITY_SWAP]
+    assert {*description.capabilities} == {
+        pb.CAPABILITY_LOGIT_PROCESSORS,
+        pb.CAPABILITY_GRAMMARS,
+        pb.CAPABILITY_PROMPT_LOGPROBS,
+        pb.CAPABILITY_BEAMS,
+        pb.CAPABILITY_SWAP,
+    }
     assert description.prefill_tokens_per_s > 0
     assert description.swap_bytes_per_s > 0
     assert (description.model.architecture, description.model.vocab_size) == ("LlamaForCausalLM", 96)
@@ -55,6 +64,27 @@ def test_serves_until_a_signal_comes(model: Path, tmp_path: Path, number: signal
     assert description.incarnation != 0
     assert (description.max_plans_in_flight, description.lease_ms) == (2, 10_000)
     assert description.max_batched_token_count == 512
+
+
+def test_tokenizer_that_grammars_cannot_work_with(model: Path, tmp_path: Path) -> None:
+    """It is told once, and all but grammars is served."""
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer_content(96)))
+    path = tmp_path / "w.sock"
+    flags = [f"--model={model}", f"--listen=unix:{path}", "--num-device-blocks=9", "--block-size=8"]
+    with subprocess.Popen([*COMMAND, *flags], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = [next(iter(process.stderr))]
+        while " ready on " not in lines[-1]:
+            lines.append(next(iter(process.stderr)))
+        with grpc.insecure_channel(f"unix:{path}") as channel:
+            description = pb_grpc.WorkerServiceStub(channel).Describe(pb.DescribeRequest(), timeout=20)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    warnings = [line for line in lines if "WARNING" in line and "grammars" in line]
+    assert len(warnings) == 1
+    assert "grammars are not offered: llguidance does not read the tokenizer" in warnings[0]
+    assert pb.CAPABILITY_LOGIT_PROCESSORS in description.capabilities
+    assert pb.CAPABILITY_GRAMMARS not in description.capabilities
 
 
 def test_model_that_is_not_there() -> None:
@@ -72,6 +102,29 @@ def test_port_in_use_fails_before_the_model_is_loaded() -> None:
 def test_pool_that_does_not_fit(model: Path) -> None:
     line = refused(f"--model={model}", "--listen=127.0.0.1:0", "--num-device-blocks=1000000000")
     assert "num_device_blocks is 1000000000" in line
+
+
+def test_weights_that_do_not_fit_into_memory(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("octavo_worker.assembly.free_memory", lambda device: 10_000)
+    assert main([f"--model={model}", "--listen=127.0.0.1:0"]) == 2
+    assert "octavo-worker: model tiny needs 0.00 GiB for its " in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_kernels_that_cannot_compute_the_model(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise InvalidArgumentError("head_dim is 7")
+
+    monkeypatch.setattr("octavo_worker.assembly.measure_prefill", refuse)
+    assert main([f"--model={model}", "--listen=127.0.0.1:0"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(
+        "octavo-worker: model tiny cannot be computed with the kernels that were chosen: head_dim is 7;"
+    )
+    assert "--kernel-backend reference" in line
 
 
 def test_setting_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:

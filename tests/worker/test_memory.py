@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo_worker.memory import MemoryPaths, free_host_memory
+from octavo.errors import ModelLoadError
+from octavo_worker.memory import MemoryPaths, check_weights_fit, free_host_memory
 
 MIB = 1 << 20
 
@@ -85,3 +86,17 @@ def test_group_over_its_limit_has_nothing_free(paths: MemoryPaths) -> None:
 
 def test_this_machine_has_memory() -> None:
     assert free_host_memory() > 0
+
+
+def test_weights_that_fit() -> None:
+    check_weights_fit("m", num_elements=512, bytes_per_element=2, dtype="bfloat16", free=1024)
+
+
+@pytest.mark.parametrize(("size", "dtype", "hint"), [(4, "float32", True), (2, "bfloat16", False)])
+def test_weights_that_do_not_fit(size: int, dtype: str, hint: bool) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        check_weights_fit("m", num_elements=7 << 30, bytes_per_element=size, dtype=dtype, free=1 << 30)
+    message = caught.value.message
+    needed = f"model m needs {7 * size}.00 GiB for its 7516192768 weights in {dtype}"
+    assert message.startswith(f"{needed}, but only 1.00 GiB of memory are free")
+    assert ("--dtype bfloat16" in message) is hint

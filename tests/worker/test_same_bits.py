@@ -15,6 +15,7 @@ import pytest
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels import BackendUnavailableError, load_backend
 from octavo_worker.executor import Executor
+from octavo_worker.grammar import GrammarEngine
 from octavo_worker.loaders.checkpoint import open_checkpoint
 from octavo_worker.loaders.source import INSTALLED_MODELS, find_model
 from tests.worker.cases import MODEL_CASES
@@ -77,10 +78,10 @@ class Harness:
         """Executes a plan that computes these (sequence id, start, count, samples)."""
         return self.execute(pb.StepPlan(scheduled=schedule(*entries), **plan))
 
-    def alone(self, prompt: list[int], count: int) -> list[Sampled]:
+    def alone(self, prompt: list[int], count: int, **params: Any) -> list[Sampled]:
         """What a sequence samples that has the worker to itself. Its blocks are given back."""
         before = self.next_block
-        sequence = self.sequence(1, prompt, self.blocks(len(prompt) + count))
+        sequence = self.sequence(1, prompt, self.blocks(len(prompt) + count), **params)
         out = [self.step((1, 0, len(prompt), True), new_sequences=[sequence])[1]]
         while len(out) < count:
             out.append(self.step((1, len(prompt) + len(out) - 1, 1, True))[1])
@@ -99,7 +100,9 @@ def token_ids(sampled: list[Sampled]) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral-window", "default"])
-def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Executor:
+def executor(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, letters: GrammarEngine
+) -> Executor:
     """Over kernels that are row-invariant."""
     try:
         backend = load_backend("cpu")
@@ -110,8 +113,10 @@ def executor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         path: Path = find_model(next(iter(INSTALLED_MODELS))).path
     else:
         path = write_checkpoint(tmp_path_factory.mktemp("tiny"), MODEL_CASES[request.param])
-    decoder = load_decoder(open_checkpoint(find_model(str(path))), backend)
-    return make_executor(decoder, backend, num_blocks=96, num_host_blocks=12, block_size=BLOCK)
+    checkpoint = open_checkpoint(find_model(str(path)))
+    grammars = GrammarEngine(checkpoint.tokenizer) if request.param == "default" else letters
+    decoder = load_decoder(checkpoint, backend)
+    return make_executor(decoder, backend, num_blocks=96, num_host_blocks=12, block_size=BLOCK, grammars=grammars)
 
 
 @pytest.fixture
@@ -256,6 +261,59 @@ def test_recompute_of_prompt_and_output(at: int, chunk: int, harness: Harness) -
     while len(out) < count - at:
         out.append(harness.step((2, len(tokens) + len(out) - 1, 1, True))[2])
     assert out == expected[at:]
+
+
+PROCESSED: dict[str, dict[str, Any]] = {
+    "penalties": {
+        "temperature": 0.0,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.7,
+        "presence_penalty": -0.4,
+    },
+    "bias and bans": {
+        "logit_bias_token_ids": [3, 40],
+        "logit_biases": [60.0, 100.0],
+        "bad_word_token_ids": [40, 3, 3],
+        "bad_word_lengths": [1, 2],
+    },
+    "grammar": {"grammar": "start: /[a-z]{2}([0-9]{3}[A-Za-z]*|[A-Z]+)/"},
+}
+
+
+@pytest.mark.parametrize("name", PROCESSED)
+def test_processed_sequences_recomputed_forked_and_beside_others(name: str, harness: Harness) -> None:
+    """State that follows from the tokens: counts, ends of bad words, and where a grammar is."""
+    prompt, count, at, params = harness.prompt, 12, 5, PROCESSED[name]
+    expected = harness.alone(prompt, count, **params)
+    plain = {key: params[key] for key in params.keys() & {"temperature"}}
+    assert token_ids(expected) != token_ids(harness.alone(prompt, count, **plain))
+    known = len(prompt) + at
+    recomputed = prompt + token_ids(expected[:at])
+    others = [
+        harness.sequence(10 + index, prompt[::-1], harness.blocks(len(prompt) + count), **other)
+        for index, other in enumerate((*PROCESSED.values(), {}))
+    ]
+    beside = [(item.sequence_id, 0, len(prompt), True) for item in others]
+    parent = harness.sequence(2, recomputed, harness.blocks(len(prompt) + count), len(prompt), **params)
+    harness.step(*beside, (2, 0, known, False), new_sequences=[*others, parent])
+    child = [*parent.block_ids[: (known - 1) // BLOCK], *harness.blocks(count + BLOCK)]
+    forks = pb.Forks(
+        parent_sequence_ids=[2], child_sequence_ids=[3], token_ids=recomputed[-1:], block_counts=[len(child)],
+        block_ids=child, token_counts=[known - 1],
+    )  # fmt: skip
+    copies = pb.BlockMoves(
+        source_block_ids=[parent.block_ids[(known - 1) // BLOCK]], target_block_ids=[child[(known - 1) // BLOCK]]
+    )
+    plan: dict[str, Any] = {"copies": copies, "forks": forks}
+    found: dict[int, list[Sampled]] = {2: [], 3: []}
+    for step in range(count - at):
+        entries = [(item, known - 1 + step, 1, True) for item in (3, 2)]
+        decodes = [(item.sequence_id, len(prompt) + step, 1, True) for item in others]
+        sampled = harness.step(*decodes[:2], *entries, *decodes[2:], **plan)
+        plan = {}
+        for item, tokens in found.items():
+            tokens.append(sampled[item])
+    assert found == {2: expected[at:], 3: expected[at:]}
 
 
 def test_candidates_of_beams(harness: Harness) -> None:

@@ -5,9 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.worker.v1 import worker_pb2 as pb
+from octavo_worker.processors import LogitProcessors
 from octavo_worker.sequences import RaggedRows, SequenceTable
 
 PARAMS = pb.SequenceParams(temperature=0.5, top_p=0.9, seed=(1 << 64) - 1, suppressed_token_ids=[3, 4])
+PROCESSORS = LogitProcessors(96, None)
 
 
 def ints(*values: int) -> np.ndarray:
@@ -42,20 +44,38 @@ def test_many_rows_at_once() -> None:
 
 def test_table_keeps_and_replaces_sequences() -> None:
     table = SequenceTable(1)
-    row = table.put(7, np.array([1, 2], np.int32), np.array([5], np.int32), 2, PARAMS)
+    processors = PROCESSORS.prepare(PARAMS)
+    row = table.put(7, np.array([1, 2], np.int32), np.array([5], np.int32), 2, PARAMS, processors)
     assert table.find([7, 8]).tolist() == [row, -1]
     assert table.params[row]["seed"] == -1
-    assert table.params[row]["has_suppressed"]
-    assert table.suppressed[row].tolist() == [3, 4]
+    assert table.params[row][["has_suppressed", "has_bans", "has_grammar", "has_adjustments"]].tolist() == (
+        True,
+        False,
+        False,
+        False,
+    )
+    assert table.processors[row] is processors
+    child = table.fork(table.params[row].copy(), processors, 9, np.array([1], np.int32), np.array([], np.int32))
+    assert table.processors[child].options is processors.options
+    assert table.processors[child] is not processors
+    table.remove(9)
+    assert child not in table.processors
     assert table.put(7, np.array([9], np.int32), np.array([], np.int32), 1, pb.SequenceParams()) == row
     assert table.tokens.get(row).tolist() == [9]
-    assert row not in table.suppressed
+    assert row not in table.processors
 
 
 def test_table_grows_and_reuses_rows() -> None:
     table = SequenceTable(2)
     for sequence_id in range(9):
-        table.put(sequence_id, np.full(3, sequence_id, np.int32), np.array([], np.int32), 3, PARAMS)
+        table.put(
+            sequence_id,
+            np.full(3, sequence_id, np.int32),
+            np.array([], np.int32),
+            3,
+            PARAMS,
+            PROCESSORS.prepare(PARAMS),
+        )
     for sequence_id in range(0, 9, 2):
         table.remove(sequence_id)
     table.remove(100)
@@ -63,7 +83,7 @@ def test_table_grows_and_reuses_rows() -> None:
         assert table.tokens.get(int(table.find([sequence_id])[0])).tolist() == [sequence_id] * 3
     row = table.put(20, np.array([1], np.int32), np.array([], np.int32), 1, pb.SequenceParams())
     assert len(table.params) == 16
-    assert row not in table.suppressed
+    assert row not in table.processors
 
 
 def test_memory_stays_bounded_while_sequences_come_and_go() -> None:

@@ -223,8 +223,8 @@ async def test_other_protocol_is_refused(worker: Worker) -> None:
 
 async def test_plan_beyond_those_that_may_be_in_flight(worker: Worker) -> None:
     leave = threading.Event()
-    worker.thread.submit(lambda: leave.wait(20))
     stream = await worker.open()
+    worker.thread.submit(lambda: leave.wait(20))
     for _ in range(3):
         await stream.send(plan=pb.StepPlan())
     code, details = await stream.status()
@@ -272,7 +272,7 @@ async def test_failed_step_ends_the_stream_and_the_worker_goes_on(
         raise RuntimeError("the device is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker.executor.decoder, "forward", fail)
+        patch.setattr(worker.executor.decoder, "hidden", fail)
         await stream.send(plan=plan())
         await stream.send(plan=decode(4))
         both_are_sent.set()
@@ -282,6 +282,25 @@ async def test_failed_step_ends_the_stream_and_the_worker_goes_on(
     again = await worker.open(epoch=2)
     await again.send(plan=plan())
     assert list((await again.result()).result.sequence_ids) == [1]
+
+
+async def test_a_device_that_fails_ends_the_worker_and_opens_no_session(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = await worker.open()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(worker.executor, "execute", fail)
+    monkeypatch.setattr(worker.executor, "reset", fail)
+    await stream.send(plan=plan())
+    assert await stream.status() == (grpc.StatusCode.INTERNAL, "the step failed: RuntimeError: the device is gone")
+    late = Stream(worker.stub.Run(), 2)
+    await late.send(open=pb.OpenSession(protocol_version=PROTOCOL_VERSION, router_name="router-b"))
+    assert await late.status() == (grpc.StatusCode.INTERNAL, "the device failed: RuntimeError: the device is gone")
+    assert worker.servicer.device_failed.is_set()
+    monkeypatch.undo()
 
 
 async def test_plan_that_makes_no_sense_ends_the_stream(worker: Worker) -> None:

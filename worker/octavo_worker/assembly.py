@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -19,16 +19,19 @@ from octavo_worker import __version__
 from octavo_worker.device import free_memory, resolve_device, resolve_dtype
 from octavo_worker.executor import Executor
 from octavo_worker.executor_thread import ExecutorThread
+from octavo_worker.grammar import GrammarEngine, GrammarUnavailableError
 from octavo_worker.kv_pool import LAYOUT_NAME, KVPool, size_pool
 from octavo_worker.loaders.checkpoint import open_checkpoint
 from octavo_worker.loaders.source import ModelSource
 from octavo_worker.measurement import measure_prefill, measure_swap
-from octavo_worker.memory import free_host_memory
+from octavo_worker.memory import check_weights_fit, free_host_memory
 from octavo_worker.models.decoder import Decoder
 from octavo_worker.session import PROTOCOL_VERSION
 from octavo_worker.tokenizer import TokenizerBundle
 
 _log = logging.getLogger(__name__)
+# Computing masks of grammars: more threads wait for each other longer than they compute.
+_MOST_GRAMMAR_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,19 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
     checkpoint = open_checkpoint(source)
     thread.advance()
     _log.info("loading %s from %s", checkpoint.source.name, checkpoint.source.path)
-    hashing = ThreadPoolExecutor(1, "digest")  # lets go of the interpreter, so the weights are read beside it
-    digest = hashing.submit(checkpoint.digest)
-    hashing.shutdown(wait=False)
+    helpers = ThreadPoolExecutor(2, "load")  # they let go of the interpreter, so the weights are read beside them
+    digest = helpers.submit(checkpoint.digest)
+    loading_grammars = helpers.submit(_load_grammars, checkpoint.tokenizer)
+    helpers.shutdown(wait=False)
     free_at_start = free_memory(device)
     dtype_name, dtype = resolve_dtype(config, checkpoint.config.dtype or checkpoint.weights.default_dtype())
+    check_weights_fit(
+        checkpoint.source.name,
+        num_elements=checkpoint.weights.num_elements(),
+        bytes_per_element=dtype.itemsize,
+        dtype=dtype_name,
+        free=free_at_start,
+    )
     decoder = Decoder(
         checkpoint.config,
         checkpoint.weights,
@@ -92,6 +103,7 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
     )
     pool = KVPool(layout, size, backend)
     thread.advance()
+    grammars = _grammars_or_none(loading_grammars)
     description = pb.DescribeResponse(
         protocol_version=PROTOCOL_VERSION,
         worker_name=config.worker_name,
@@ -117,16 +129,40 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
         max_plans_in_flight=config.max_plans_in_flight,
         max_batched_token_count=config.max_num_batched_tokens,
         lease_ms=config.lease_ms,
-        capabilities=[pb.CAPABILITY_BEAMS, *([pb.CAPABILITY_SWAP] if size.num_host_blocks else [])],
+        capabilities=[
+            pb.CAPABILITY_BEAMS,
+            pb.CAPABILITY_LOGIT_PROCESSORS,
+            *([pb.CAPABILITY_GRAMMARS] if grammars is not None else []),
+            pb.CAPABILITY_PROMPT_LOGPROBS,
+            *([pb.CAPABILITY_SWAP] if size.num_host_blocks else []),
+        ],
         prefill_tokens_per_s=measure_prefill(decoder, pool, backend),
         swap_bytes_per_s=measure_swap(pool),
         backend=backend.describe(),
         version=__version__,
     )
     executor = Executor(
-        decoder, pool, backend, max_batched_tokens=config.max_num_batched_tokens, on_progress=thread.advance
+        decoder,
+        pool,
+        backend,
+        max_batched_tokens=config.max_num_batched_tokens,
+        grammars=grammars,
+        on_progress=thread.advance,
     )
     return Worker(executor, checkpoint.tokenizer, description)
+
+
+def _load_grammars(tokenizer: TokenizerBundle) -> GrammarEngine:
+    return GrammarEngine(tokenizer, num_threads=max(1, min(_MOST_GRAMMAR_THREADS, usable_cores() // 2)))
+
+
+def _grammars_or_none(loading: Future[GrammarEngine]) -> GrammarEngine | None:
+    """None, and a warning that says why, where the model's tokenizer does not do."""
+    try:
+        return loading.result()
+    except GrammarUnavailableError as error:
+        _log.warning("grammars are not offered: %s", error)
+        return None
 
 
 def _load_backend(config: WorkerConfig, device: torch.device) -> Backend:

@@ -18,10 +18,14 @@ from torch import Tensor
 
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels.backend import Backend
+from octavo_worker.bans import Bans
 from octavo_worker.batch import build_batch
+from octavo_worker.grammar import GrammarEngine, PendingMasks
 from octavo_worker.kv_pool import KVPool
 from octavo_worker.models.decoder import Decoder
 from octavo_worker.params import params_problem, tokens_problem
+from octavo_worker.processors import LogitProcessors, SequenceProcessors
+from octavo_worker.prompt_logprobs import score_prompts, scored_rows
 from octavo_worker.sampler import Likeliest, candidates, finite_rows, log_probabilities, sample
 from octavo_worker.sequences import IntArray, SequenceTable, TokenArray
 
@@ -45,7 +49,9 @@ class _Scheduled:
 
 
 class Executor:
-    """The state of one worker. on_progress is called whenever a step gets on."""
+    """The state of one worker. grammars: None where sequences cannot have any; on_progress is called whenever a step
+    gets on.
+    """
 
     def __init__(
         self,
@@ -54,15 +60,19 @@ class Executor:
         backend: Backend,
         *,
         max_batched_tokens: int,
+        grammars: GrammarEngine | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.decoder, self.pool, self.backend = decoder, pool, backend
+        self._processors = LogitProcessors(decoder.num_sampled, grammars)
         self._max_batched_tokens = max_batched_tokens
         self._on_progress = on_progress
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all sequences."""
+        """Forgets all sequences. Raises what the device says where it has failed."""
+        if self.backend.device.type != "cpu":
+            torch.get_device_module(self.backend.device).synchronize()
         self.table = SequenceTable()
         self._pieces: dict[int, list[TokenArray]] = {}
         self._failed: set[int] = set()
@@ -117,14 +127,15 @@ class Executor:
         config = self.decoder.config
         problem = (
             tokens_problem(tokens, sequence.prompt_token_count, config.vocab_size, config.max_model_len)
-            or params_problem(sequence.params, self.decoder.num_sampled)
+            or params_problem(sequence.params, self.decoder.num_sampled, has_grammars=self._processors.has_grammars)
             or self._blocks_problem(np.array(sequence.block_ids, np.int64))
         )
         if problem is not None:
             self._fail(sequence_id, _INVALID, problem)
             return
         blocks = np.array(sequence.block_ids, np.int32)
-        self.table.put(sequence_id, tokens, blocks, sequence.prompt_token_count, sequence.params)
+        processors = self._processors.prepare(sequence.params)
+        self.table.put(sequence_id, tokens, blocks, sequence.prompt_token_count, sequence.params, processors)
 
     def _blocks_problem(self, block_ids: IntArray) -> str | None:
         bad = block_ids[block_ids >= self.pool.size.num_device_blocks]
@@ -162,7 +173,7 @@ class Executor:
             return
         rows = self.table.find(list(forks.parent_sequence_ids)).tolist()
         tables = np.split(np.array(forks.block_ids, np.int64), np.cumsum(forks.block_counts)[:-1])
-        born: list[tuple[int, np.void, IntArray | None, TokenArray, TokenArray]] = []
+        born: list[tuple[int, np.void, SequenceProcessors | None, TokenArray, TokenArray]] = []
         problems: dict[int, str] = {}
         for child, parent, row, kept, token, blocks in zip(
             children, forks.parent_sequence_ids, rows, forks.token_counts, forks.token_ids, tables, strict=True
@@ -172,15 +183,15 @@ class Executor:
                 problems[child] = problem
                 continue
             tokens = np.append(self.table.tokens.get(row)[:kept], np.int32(token))
-            params, suppressed = self.table.params[row].copy(), self.table.suppressed.get(row)
-            born.append((child, params, suppressed, tokens, blocks.astype(np.int32)))
+            params, processors = self.table.params[row].copy(), self.table.processors.get(row)
+            born.append((child, params, processors, tokens, blocks.astype(np.int32)))
         for child, problem in problems.items():
             # What was planned for a sequence before its failure was known is ignored, a fork of itself too.
             if child not in self._failed:
                 self._fail(child, _INVALID, problem)
-        for child, params, suppressed, tokens, blocks in born:
+        for child, params, processors, tokens, blocks in born:
             self._failed.discard(child)
-            self.table.fork(params, suppressed, child, tokens, blocks)
+            self.table.fork(params, processors, child, tokens, blocks)
 
     def _fork_problem(self, parent: int, row: int, kept: int, token: int) -> str | None:
         if row < 0:
@@ -246,35 +257,64 @@ class Executor:
                 tables.gather(scheduled.rows, np.zeros_like(scheduled.rows), tables.lengths[scheduled.rows])
             )
         chosen = np.flatnonzero(scheduled.samples)
+        masks = self._processors.start(self.table, scheduled.rows[chosen])
         last_rows = batch.attention.query_starts[1:].long() - 1
-        logits = self.decoder.forward(
+        hidden = self.decoder.hidden(
             batch.token_ids,
             batch.attention,
             self.pool.layers,
-            last_rows[torch.from_numpy(chosen).to(last_rows.device)],
             prompt_lens=batch.prompt_lens if self.decoder.needs_prompt_lens else None,
             on_progress=self._on_progress,
         )
+        chosen = self._score_prompts(scheduled, hidden, chosen, result)
         if len(chosen):
-            self._sample(scheduled, chosen, logits, result)
+            logits = self.decoder.logits(hidden, last_rows[torch.from_numpy(chosen).to(last_rows.device)])
+            self._sample(scheduled, chosen, logits, masks, result)
 
-    def _sample(self, scheduled: _Scheduled, chosen: IntArray, logits: Tensor, result: pb.StepResult) -> None:
-        """Samples behind the sequences in `chosen`, or finds candidates. logits: a row for each of them."""
+    def _score_prompts(
+        self, scheduled: _Scheduled, hidden: Tensor, chosen: IntArray, result: pb.StepResult
+    ) -> IntArray:
+        """Answers with log-probabilities of prompts where they are asked for. Returns those of `chosen` that did not
+        fail by it."""
+        scored = scored_rows(self.table, scheduled.rows, scheduled.starts, scheduled.counts)
+        if scored is None:
+            return chosen
+        found, broken = score_prompts(
+            scored, lambda rows: self.decoder.logits(hidden, rows), self.backend.device, self._on_progress
+        )
+        for index, stretch in found.items():
+            stretch.sequence_id = scheduled.sequence_ids[index]
+            result.prompt_logprobs.append(stretch)
+        for index in broken:
+            self._fail(scheduled.sequence_ids[index], _NUMERIC, "the model's logits are not finite")
+        return chosen[~np.isin(chosen, list(broken))] if broken else chosen
+
+    def _sample(
+        self, scheduled: _Scheduled, chosen: IntArray, logits: Tensor, masks: PendingMasks | None, result: pb.StepResult
+    ) -> None:
+        """Samples behind the sequences in `chosen`, or finds candidates. logits: a row for each of them; mutated where
+        nothing else needs them; masks: of their grammars.
+        """
         finite = finite_rows(logits)
         for index in chosen[~finite]:
             self._fail(scheduled.sequence_ids[index], _NUMERIC, "the model's logits are not finite")
         chosen, logits = chosen[finite], _take(logits, finite)
+        chosen, logits, bans = self._ban(scheduled, chosen, logits, masks)
         is_beam = self.table.params["num_candidates"][scheduled.rows[chosen]] > 0
         if is_beam.any():
-            self._find_candidates(scheduled, chosen[is_beam], _take(logits, is_beam), result)
-            chosen, logits = chosen[~is_beam], _take(logits, ~is_beam)
+            self._find_candidates(scheduled, chosen[is_beam], _take(logits, is_beam), bans.take(is_beam), result)
+            chosen, logits, bans = chosen[~is_beam], _take(logits, ~is_beam), bans.take(~is_beam)
         if not len(chosen):
             return
         rows = scheduled.rows[chosen]
         params = self.table.params[rows]
-        positions = scheduled.starts[chosen] + scheduled.counts[chosen]
-        token_ids = sample(logits, params, positions, self._suppressed(rows, positions), self.backend)
         wanted = params["return_logprobs"]
+        changed = logits
+        if len(bans.rows) or self._processors.adjusts(self.table, rows):
+            changed = logits.clone() if wanted.any() else logits  # log-probabilities are the model's own
+            self._processors.adjust(changed, self.table, rows)
+            bans.apply(changed, self.backend)
+        token_ids = sample(changed, params, scheduled.starts[chosen] + scheduled.counts[chosen], self.backend)
         if wanted.any():
             num_tops = params["num_top_logprobs"][wanted]
             _fill_logprobs(result.logprobs, _take(logits, wanted), _take(token_ids, wanted), num_tops)
@@ -283,23 +323,34 @@ class Executor:
         result.sequence_ids.extend([scheduled.sequence_ids[index] for index in chosen])
         result.token_ids.extend(sampled.tolist())
 
-    def _find_candidates(self, scheduled: _Scheduled, chosen: IntArray, logits: Tensor, result: pb.StepResult) -> None:
+    def _ban(
+        self, scheduled: _Scheduled, chosen: IntArray, logits: Tensor, masks: PendingMasks | None
+    ) -> tuple[IntArray, Tensor, Bans]:
+        """What the sequences in `chosen` may not get. Those with nothing left fail; returns the others, their logits
+        and bans.
+        """
+        positions = scheduled.starts[chosen] + scheduled.counts[chosen]
+        bans = self._processors.bans(self.table, scheduled.rows[chosen], positions, masks)
+        if not bans.problems:
+            return chosen, logits, bans
+        kept = np.ones(len(chosen), np.bool_)
+        for index, problem in bans.problems.items():
+            self._fail(scheduled.sequence_ids[chosen[index]], *problem)
+            kept[index] = False
+        return chosen[kept], _take(logits, kept), bans.take(kept)
+
+    def _find_candidates(
+        self, scheduled: _Scheduled, chosen: IntArray, logits: Tensor, bans: Bans, result: pb.StepResult
+    ) -> None:
         """Answers for beams, which get their next token by a fork."""
         rows = scheduled.rows[chosen]
-        positions = scheduled.starts[chosen] + scheduled.counts[chosen]
-        found = candidates(logits, self.table.params["num_candidates"][rows], self._suppressed(rows, positions))
+        found = candidates(logits, self.table.params["num_candidates"][rows], bans, self.backend)
         ids, logprobs = _flat(found)
         ends = np.cumsum(found.counts)
         for index, start, end in zip(chosen, ends - found.counts, ends, strict=True):
             result.candidates.add(
                 sequence_id=scheduled.sequence_ids[index], token_ids=ids[start:end], logprobs=logprobs[start:end]
             )
-
-    def _suppressed(self, rows: IntArray, positions: IntArray) -> dict[int, IntArray]:
-        """Index in `rows` to the ids that the sequence must not get at its position, where there are any."""
-        params = self.table.params[rows]
-        early = params["has_suppressed"] & (positions - params["prompt_len"] < params["min_tokens"])
-        return {int(index): self.table.suppressed[int(rows[index])] for index in np.flatnonzero(early)}
 
     def _fail(self, sequence_id: int, code: pb.SequenceErrorCode, message: str) -> None:
         """Reports a sequence's failure and forgets it; whatever is planned for it is ignored until it is released."""

@@ -70,24 +70,26 @@ def _configure_logging(level: str) -> None:
 async def _serve(config: WorkerConfig) -> int:
     """Binds the address first, so that one in use fails at once, then loads and serves until a signal comes."""
     from octavo_worker.executor_thread import ExecutorThread
-    from octavo_worker.listen import bind, make_server
+    from octavo_worker.listen import Access, bind, make_server
 
+    has_failed = False
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    server = make_server()
-    with bind(server, config.listen) as address:
+    access = Access.of(config)
+    server = make_server(access)
+    with bind(server, config.listen, access) as address:
         thread = ExecutorThread()
         loading = asyncio.wrap_future(thread.submit(lambda: _load(config, thread)))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             worker = loading.result()
-            await _run_server(server, worker, thread, config, address, stop)
+            has_failed = await _run_server(server, worker, thread, config, address, stop)
     if not thread.stop(_STOP_S):
         logging.shutdown()
-        os._exit(0)  # the executor is inside a load or a step, and nothing waits for it
-    return 0
+        os._exit(int(has_failed))  # the executor is inside a load or a step, and nothing waits for it
+    return int(has_failed)
 
 
 def _load(config: WorkerConfig, thread: ExecutorThread) -> Worker:
@@ -95,9 +97,16 @@ def _load(config: WorkerConfig, thread: ExecutorThread) -> Worker:
     from octavo_worker.loaders.source import find_model
 
     source = find_model(config.model)
+    from octavo_kernels import KernelError
     from octavo_worker.assembly import assemble
 
-    return assemble(config, source, thread)
+    try:
+        return assemble(config, source, thread)
+    except KernelError as error:
+        raise ModelLoadError(
+            f"model {source.name} cannot be computed with the kernels that were chosen: {error}; "
+            "--kernel-backend reference takes any shape, slowly"
+        ) from None
 
 
 async def _run_server(
@@ -107,7 +116,8 @@ async def _run_server(
     config: WorkerConfig,
     address: str,
     stop: asyncio.Event,
-) -> None:
+) -> bool:
+    """Serves until it is to stop, or the device fails. Returns whether the latter."""
     from octavo_worker.server import WorkerServicer, add_services
     from octavo_worker.session import Lease
 
@@ -116,11 +126,15 @@ async def _run_server(
     health = await add_services(server, servicer)
     await server.start()
     _log.info("%s ready on %s: %s", config.worker_name, address, worker.summary())
-    await stop.wait()
+    ends = [asyncio.create_task(event.wait()) for event in (stop, servicer.device_failed)]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
     _log.info("shutting down")
     await health.enter_graceful_shutdown()
     servicer.stop()
     await server.stop(grace=_STOP_S)
+    return servicer.device_failed.is_set()
 
 
 def _kv_size(arguments: list[str]) -> int:

@@ -1,4 +1,5 @@
-"""How much memory is really free: what the kernel can give, and what the process's control groups still allow.
+"""How much memory is really free: what the kernel can give, and what the process's control groups still allow; and
+whether a model's weights fit into it.
 
 Pages that only cache files count as free, since the kernel gives them up. Everything is read through two paths, so
 tests can put files there. What to do with the memory is `kv_pool`'s.
@@ -8,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+
+from octavo.config import GIB
+from octavo.errors import ModelLoadError
 
 # Limits above this are "none": version 1 writes 2^63 rounded down to a page.
 _NO_LIMIT = 1 << 60
@@ -30,6 +34,23 @@ def free_host_memory(paths: MemoryPaths | None = None) -> int:
         if left is not None:
             free = min(free, left)
     return max(free, 0)
+
+
+def check_weights_fit(name: str, *, num_elements: int, bytes_per_element: int, dtype: str, free: int) -> None:
+    """Raises ModelLoadError, with the numbers and the remedies, for a model whose weights alone exceed the free memory:
+    loading it would end with the system killing this process or another, without a word.
+
+    num_elements: in all tensors; free: bytes on the device.
+    """
+    needed = num_elements * bytes_per_element
+    if needed <= free:
+        return
+    smaller = "" if bytes_per_element <= 2 else ", load it in --dtype bfloat16"
+    raise ModelLoadError(
+        f"model {name} needs {needed / GIB:.2f} GiB for its {num_elements} weights in {dtype}, but only "
+        f"{free / GIB:.2f} GiB of memory are free; free some, raise the limit that this process runs under{smaller}, "
+        "or take a smaller model"
+    )
 
 
 def _available(meminfo: Path) -> int:

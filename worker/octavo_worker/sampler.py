@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from octavo_kernels.backend import Backend
+from octavo_worker.bans import Bans
 from octavo_worker.sequences import IntArray
 
 # Below this a temperature is taken as 0: the likeliest token. Dividing by it would overflow long before it mattered.
@@ -51,22 +52,15 @@ def finite_rows(logits: Tensor) -> NDArray[np.bool_]:
     return finite
 
 
-def sample(
-    logits: Tensor, params: NDArray[np.void], positions: IntArray, suppressed: dict[int, IntArray], backend: Backend
-) -> Tensor:
+def sample(logits: Tensor, params: NDArray[np.void], positions: IntArray, backend: Backend) -> Tensor:
     """One token id a row, (S,) int64.
 
-    logits: (S, vocab) fp32, not mutated; params: (S,) of `PARAMS_DTYPE`; positions: (S,), the index in its sequence
-    of the token that is sampled; suppressed: row to the ids that it must not give, which leave at least one.
+    logits: (S, vocab) fp32, -inf for banned ids of which each row leaves at least one, not mutated; params: (S,) of
+    `PARAMS_DTYPE`; positions: (S,), the index in its sequence of the token that is sampled.
     """
     device = logits.device
     cool = np.where(params["temperature"] < MIN_TEMPERATURE, np.float32(0), params["temperature"])
     chosen = logits
-    if suppressed:
-        chosen = logits.clone()
-        rows = np.repeat(np.array([*suppressed]), [len(token_ids) for token_ids in suppressed.values()])
-        columns = np.concatenate([*suppressed.values()])
-        chosen[torch.from_numpy(rows).to(device), torch.from_numpy(columns).to(device)] = _MASKED
     vocab = logits.shape[1]
     top_k = np.where(params["top_k"] < vocab, params["top_k"], 0)
     filtered = (cool > 0) & ((top_k > 0) | (params["top_p"] < 1) | (params["min_p"] > 0))
@@ -157,16 +151,15 @@ def log_probabilities(logits: Tensor, token_ids: Tensor, num_tops: IntArray) -> 
     return LogprobRows(logprobs.gather(1, token_ids.unsqueeze(1)).squeeze(1), _likeliest(logprobs, num_tops))
 
 
-def candidates(logits: Tensor, counts: IntArray, suppressed: dict[int, IntArray]) -> Likeliest:
-    """What beams may go on with: the likeliest tokens of the model's own distribution without the suppressed ones,
+def candidates(logits: Tensor, counts: IntArray, bans: Bans, backend: Backend) -> Likeliest:
+    """What beams may go on with: the likeliest tokens of the model's own distribution without the banned ones,
     which keep their share of it (as in transformers, whose processors work on log-probabilities).
 
     logits: (R, vocab) fp32, finite, not mutated; counts: (R,), how many each row wants and gets, unless fewer are
-    left; suppressed: row to ids.
+    left.
     """
     logprobs = torch.log_softmax(logits, dim=1)
-    for row, token_ids in suppressed.items():
-        logprobs[row, torch.from_numpy(token_ids).to(logprobs.device)] = _MASKED
+    bans.apply(logprobs, backend)
     return _likeliest(logprobs, counts)
 
 

@@ -6,10 +6,15 @@ are taken as the router gives them; whether a plan makes sense is checked by `ex
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
 from octavo.worker.v1 import worker_pb2 as pb
+
+if TYPE_CHECKING:
+    from octavo_worker.processors import SequenceProcessors
 
 IntArray = NDArray[np.int64]
 TokenArray = NDArray[np.int32]
@@ -25,8 +30,13 @@ PARAMS_DTYPE = np.dtype(
         ("seed", np.int64),
         ("return_logprobs", np.bool_),
         ("num_top_logprobs", np.int64),
+        ("return_prompt_logprobs", np.bool_),
+        ("num_top_prompt_logprobs", np.int64),
         ("min_tokens", np.int64),
         ("has_suppressed", np.bool_),
+        ("has_bans", np.bool_),
+        ("has_grammar", np.bool_),
+        ("has_adjustments", np.bool_),
         ("prompt_len", np.int64),
         ("num_candidates", np.int64),
     ]
@@ -119,8 +129,8 @@ class RaggedRows:
 class SequenceTable:
     """All sequences of a session.
 
-    rows: sequence id to row. tokens: prompt and output; blocks: block table; params: see `PARAMS_DTYPE`;
-    suppressed: row to the token ids that cannot be sampled before `min_tokens`.
+    rows: sequence id to row. tokens: prompt and output; blocks: block table; params: see `PARAMS_DTYPE`; processors:
+    row to what changes its logits, for the sequences that have such parameters.
     """
 
     def __init__(self, num_rows: int = 64) -> None:
@@ -128,21 +138,21 @@ class SequenceTable:
         self.tokens = RaggedRows(num_rows, 1 << 14)
         self.blocks = RaggedRows(num_rows)
         self.params = np.zeros(num_rows, PARAMS_DTYPE)
-        self.suppressed: dict[int, IntArray] = {}
+        self.processors: dict[int, SequenceProcessors] = {}
         self._free = list(range(num_rows - 1, -1, -1))
 
     def put(
-        self, sequence_id: int, tokens: TokenArray, blocks: TokenArray, prompt_len: int, params: pb.SequenceParams
+        self,
+        sequence_id: int,
+        tokens: TokenArray,
+        blocks: TokenArray,
+        prompt_len: int,
+        params: pb.SequenceParams,
+        processors: SequenceProcessors | None = None,
     ) -> int:
-        """Adds a sequence, or replaces it. Returns its row."""
-        row = self._row_for(sequence_id)
-        self.tokens.set(row, tokens)
-        self.blocks.set(row, blocks)
-        suppressed = np.array(params.suppressed_token_ids, np.int64)
-        if len(suppressed):
-            self.suppressed[row] = suppressed
-        else:
-            self.suppressed.pop(row, None)
+        """Adds a sequence, or replaces it. processors: its own. Returns its row."""
+        row = self._set(sequence_id, tokens, blocks, processors)
+        options = None if processors is None else processors.options
         self.params[row] = (
             params.temperature,
             params.top_p,
@@ -151,24 +161,29 @@ class SequenceTable:
             params.seed - (1 << 64) if params.seed >= 1 << 63 else params.seed,
             params.return_logprobs,
             params.top_logprob_count,
+            params.return_prompt_logprobs,
+            params.top_prompt_logprob_count,
             params.min_token_count,
-            len(suppressed) > 0,
+            options is not None and options.unsuppressed is not None,
+            options is not None and options.has_bans,
+            options is not None and bool(options.grammar),
+            options is not None and options.has_adjustments,
             prompt_len,
             params.candidate_count,
         )
         return row
 
     def fork(
-        self, params: np.void, suppressed: IntArray | None, child_id: int, tokens: TokenArray, blocks: TokenArray
+        self,
+        params: np.void,
+        processors: SequenceProcessors | None,
+        child_id: int,
+        tokens: TokenArray,
+        blocks: TokenArray,
     ) -> int:
-        """Adds a sequence, or replaces it, that is sampled with a parent's params and suppressed ids; gives its row."""
-        row = self._row_for(child_id)
-        self.tokens.set(row, tokens)
-        self.blocks.set(row, blocks)
+        """Adds a sequence, or replaces it, that is sampled with a parent's params and processors; gives its row."""
+        row = self._set(child_id, tokens, blocks, None if processors is None else processors.fresh())
         self.params[row] = params
-        self.suppressed.pop(row, None)
-        if suppressed is not None:
-            self.suppressed[row] = suppressed
         return row
 
     def remove(self, sequence_id: int) -> None:
@@ -178,13 +193,25 @@ class SequenceTable:
             return
         self.tokens.clear(row)
         self.blocks.clear(row)
-        self.suppressed.pop(row, None)
+        self.processors.pop(row, None)
         self._free.append(row)
 
     def find(self, sequence_ids: list[int]) -> IntArray:
         """The rows of sequences; -1 for unknown ones."""
         find = self.rows.get
         return np.array([find(sequence_id, -1) for sequence_id in sequence_ids], np.int64)
+
+    def _set(
+        self, sequence_id: int, tokens: TokenArray, blocks: TokenArray, processors: SequenceProcessors | None
+    ) -> int:
+        """Replaces all of a sequence but its params. Returns its row."""
+        row = self._row_for(sequence_id)
+        self.tokens.set(row, tokens)
+        self.blocks.set(row, blocks)
+        self.processors.pop(row, None)
+        if processors is not None:
+            self.processors[row] = processors
+        return row
 
     def _row_for(self, sequence_id: int) -> int:
         row = self.rows.get(sequence_id)

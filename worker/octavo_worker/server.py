@@ -39,7 +39,10 @@ class _End(Exception):
 
 
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
-    """Serves one executor. description: Describe's answer without `last_epoch`."""
+    """Serves one executor. description: Describe's answer without `last_epoch`.
+
+    device_failed: set once the device does not answer any more, which only another process can mend.
+    """
 
     def __init__(
         self,
@@ -53,6 +56,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         self._description, self._tokenizer = description, tokenizer
         self._outboxes: set[_Outbox] = set()
         self._stopping = False
+        self.device_failed = asyncio.Event()
 
     async def Describe(self, request: pb.DescribeRequest, context: object) -> pb.DescribeResponse:
         answer = pb.DescribeResponse()
@@ -76,11 +80,12 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         except _End as end:
             await context.abort(end.code, end.message)
         _log.info("session of router %r opened, epoch %d", session.router_name, session.epoch)
-        self._thread.submit(self._executor.reset)
+        resetting = self._reset()
         outbox = _Outbox()
         self._outboxes.add(outbox)
         tasks = [asyncio.create_task(self._read(requests, session, outbox)), asyncio.create_task(self._tick(outbox))]
         try:
+            await _begun(resetting)
             yield session.opened()
             while True:
                 item = await outbox.get()
@@ -94,10 +99,21 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             raise
         finally:
             if self._lease.end(session):
-                self._thread.submit(self._executor.reset)  # else a successor holds it, and has reset before it began
+                self._reset()  # else a successor holds it, and has reset before it began
             self._outboxes.discard(outbox)
             for task in tasks:
                 task.cancel()
+
+    def _reset(self) -> asyncio.Future[None]:
+        """Has the executor begin anew, behind whatever it is in. A device that cannot is told of in `device_failed`."""
+        resetting = asyncio.wrap_future(self._thread.submit(self._executor.reset))
+        resetting.add_done_callback(self._note_reset)
+        return resetting
+
+    def _note_reset(self, resetting: asyncio.Future[None]) -> None:
+        if not resetting.cancelled() and (error := resetting.exception()) is not None:
+            _log.error("the device failed; this process cannot go on", exc_info=error)
+            self.device_failed.set()
 
     def stop(self) -> None:
         """Ends all sessions with UNAVAILABLE and takes no new ones."""
@@ -203,6 +219,15 @@ class _Outbox:
                 self._loop.call_soon_threadsafe(callback, future)
 
         return call
+
+
+async def _begun(resetting: asyncio.Future[None]) -> None:
+    """Waits until the executor has begun anew. Raises _End where the device has failed, so that a router finds out by
+    the session and not by the first request."""
+    try:
+        await asyncio.shield(resetting)
+    except Exception as error:
+        raise _End(grpc.StatusCode.INTERNAL, f"the device failed: {type(error).__name__}: {error}") from None
 
 
 def _deliver(done: Future[pb.StepResult], outbox: _Outbox) -> None:

@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import Message as ProtoMessage
 from grpc_health.v1 import health_pb2
 
-from octavo.channel import DEFAULT_ADDRESS, channel_options, check_address, health_method, says_serving
+from octavo.channel import DEFAULT_ADDRESS, Access, AccessOptions, check_address, health_method, says_serving
 from octavo.conversion import chat_request, detokenize_request, generate_request, tokenize_request
 from octavo.errors import RequestCancelledError
 from octavo.output_builder import OutputBuilder
@@ -50,6 +50,11 @@ class AsyncGenerationStream(AsyncIterator[OutputDelta]):
     def output(self) -> RequestOutput:
         """The answer as far as it has come."""
         return self._builder.output()
+
+    @property
+    def has_more_ready(self) -> bool:
+        """Whether the next delta has come with the last one, in one response."""
+        return bool(self._ready)
 
     def __aiter__(self) -> Self:
         return self
@@ -129,7 +134,9 @@ class AsyncClient:
         *,
         resume_timeout_s: float = DEFAULT_RESUME_TIMEOUT_S,
         wait_for_server: bool = False,
+        **access: Unpack[AccessOptions],
     ) -> None:
+        self._access = Access.of(access)
         self._resume_timeout_s = resume_timeout_s
         self._wait_for_server = wait_for_server
         self._address = check_address(address)
@@ -179,10 +186,13 @@ class AsyncClient:
         *,
         model: str = "",
         add_special_tokens: bool | None = None,
+        chat_options: ChatOptions | None = None,
         timeout: float | None = None,
     ) -> list[int]:
-        """The token ids of text, or of a conversation rendered by the model's chat template."""
-        request = tokenize_request(source, model=model, add_special_tokens=add_special_tokens)
+        """The token ids of text, or of a conversation, rendered by the model's chat template as `chat_options` say."""
+        request = tokenize_request(
+            source, model=model, add_special_tokens=add_special_tokens, chat_options=chat_options
+        )
         response = await self._call(self._inference().Tokenize, request, timeout)
         return list(response.token_ids)
 
@@ -243,7 +253,7 @@ class AsyncClient:
         if self._closed:
             raise RequestCancelledError(f"the client for {self._address} is closed; make a new one")
         if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self._address, options=channel_options(self._address))
+            self._channel = self._access.aio_channel(self._address)
         return self._channel
 
     def _inference(self) -> inference_pb2_grpc.InferenceServiceAsyncStub:
@@ -264,7 +274,7 @@ class AsyncClient:
         return AsyncGenerationStream(self._open, builder, resumption, self._address)
 
     def _open(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> _GenerateCall:
-        return self._inference().Generate(request, timeout=timeout)
+        return self._inference().Generate(request, timeout=timeout, metadata=self._access.metadata)
 
     async def _finish(self, request: inference_pb2.GenerateRequest, options: RequestOptions) -> RequestOutput:
         async with self._start(request, options) as stream:
@@ -279,7 +289,7 @@ class AsyncClient:
         timeout: float | None,
     ) -> _Response:
         try:
-            return await method(request, timeout=timeout)
+            return await method(request, timeout=timeout, metadata=self._access.metadata)
         except grpc.aio.AioRpcError as error:
             raise error_of(error, self._address) from None
 

@@ -1,22 +1,96 @@
-"""Where a server is and how the connection to it is kept: addresses and channel options of every client.
+"""Where a server is and how the connection to it is kept: addresses, keys, TLS and channel options of every client.
 
 Opens no lasting connection; the clients make their channels of what this module returns.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Any, overload
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self, TypedDict, overload
 
 import grpc
 from grpc_health.v1 import health_pb2
 
+from octavo.authentication import METADATA_KEY, bearer
 from octavo.errors import ConfigError
+from octavo.settings import check_secret, environment_name
+from octavo.tls import StrPath, TlsIdentity, load_authorities
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+API_KEY_VARIABLE = environment_name("api_key")
 
 _TCP = re.compile(r"(?P<host>\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 _LOOPBACK = re.compile(r"localhost|127\.[0-9.]+|\[::1\]")
+
+
+class AccessOptions(TypedDict, total=False):
+    """How a client proves who it is, and how it knows its server.
+
+    api_key: sent with every call; unset, the first key in OCTAVO_API_KEY is. Without `tls` it can be read on the way.
+    tls: whether to encrypt and to check the server's certificate; implied by any of the files. root_certificates: PEM
+    file of the authorities to trust; unset, those that gRPC brings. client_certificate, client_key: PEM files, for
+    servers that ask for a certificate.
+    """
+
+    api_key: str | None
+    tls: bool | None
+    root_certificates: StrPath | None
+    client_certificate: StrPath | None
+    client_key: StrPath | None
+
+
+@dataclass(frozen=True)
+class Access:
+    """What `AccessOptions` come to: metadata of every call, and the credentials of a channel (None for plain text)."""
+
+    metadata: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    credentials: grpc.ChannelCredentials | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, options: AccessOptions, environ: Mapping[str, str] = os.environ) -> Self:
+        """Raises ConfigError for a key that can be none, a file that cannot be used, or files without their other
+        half.
+        """
+        key = options.get("api_key")
+        if key is None:
+            key = environ.get(API_KEY_VARIABLE, "").split(",")[0]
+        elif key:
+            check_secret("api_key", key)
+        return cls(((METADATA_KEY, bearer(key)),) if key else (), _credentials(options))
+
+    def channel(self, address: str) -> grpc.Channel:
+        """A channel to the address."""
+        options = channel_options(address)
+        if self.credentials is None:
+            return grpc.insecure_channel(address, options=options)
+        return grpc.secure_channel(address, self.credentials, options=options)
+
+    def aio_channel(self, address: str) -> grpc.aio.Channel:
+        """A channel to the address, for the event loop that runs."""
+        options = channel_options(address)
+        if self.credentials is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, self.credentials, options=options)
+
+
+def _credentials(options: AccessOptions) -> grpc.ChannelCredentials | None:
+    roots, chain, key = options.get("root_certificates"), options.get("client_certificate"), options.get("client_key")
+    if (chain is None) != (key is None):
+        given, missing = ("client_certificate", "client_key") if key is None else ("client_key", "client_certificate")
+        raise ConfigError(f"{given} is given without {missing}; give both")
+    tls = options.get("tls")
+    if tls is False and (roots or chain):
+        raise ConfigError("tls is False, but certificates are given; leave one of them out")
+    if not (tls or roots or chain):
+        return None
+    if chain is None or key is None:
+        return grpc.ssl_channel_credentials(load_authorities("root_certificates", roots) if roots else None)
+    return TlsIdentity.load(
+        ("client_key", key), ("client_certificate", chain), ("root_certificates", roots or "")
+    ).channel_credentials()
 
 
 def check_address(address: str) -> str:

@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import Message as ProtoMessage
 from grpc_health.v1 import health_pb2
 
-from octavo.channel import DEFAULT_ADDRESS, channel_options, check_address, health_method, says_serving
+from octavo.channel import DEFAULT_ADDRESS, Access, AccessOptions, check_address, health_method, says_serving
 from octavo.conversion import chat_request, detokenize_request, generate_request, tokenize_request
 from octavo.errors import OctavoError, RequestCancelledError
 from octavo.output_builder import OutputBuilder
@@ -121,6 +121,9 @@ class Client:
     A generation whose server goes away is resumed, with no token lost or doubled, on the server that is at the same
     address within `resume_timeout_s` (in seconds; 0 raises UnavailableError at once). With `wait_for_server` one that
     cannot be sent at first is waited for in the same way.
+
+    A server that asks for keys is given `api_key`, or else the environment variable OCTAVO_API_KEY. `tls` encrypts and
+    checks the server's certificate; `AccessOptions` tells of the files.
     """
 
     def __init__(
@@ -129,11 +132,13 @@ class Client:
         *,
         resume_timeout_s: float = DEFAULT_RESUME_TIMEOUT_S,
         wait_for_server: bool = False,
+        **access: Unpack[AccessOptions],
     ) -> None:
         self._resume_timeout_s = resume_timeout_s
         self._wait_for_server = wait_for_server
         self._address = check_address(address)
-        self._channel = grpc.insecure_channel(address, options=channel_options(address))
+        self._access = Access.of(access)
+        self._channel = self._access.channel(address)
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
         self._health = health_method(self._channel)
@@ -180,10 +185,13 @@ class Client:
         *,
         model: str = "",
         add_special_tokens: bool | None = None,
+        chat_options: ChatOptions | None = None,
         timeout: float | None = None,
     ) -> list[int]:
-        """The token ids of text, or of a conversation rendered by the model's chat template."""
-        request = tokenize_request(source, model=model, add_special_tokens=add_special_tokens)
+        """The token ids of text, or of a conversation, rendered by the model's chat template as `chat_options` say."""
+        request = tokenize_request(
+            source, model=model, add_special_tokens=add_special_tokens, chat_options=chat_options
+        )
         return list(self._call(self._inference.Tokenize, request, timeout).token_ids)
 
     def detokenize(
@@ -245,7 +253,7 @@ class Client:
 
     def _open(self, request: inference_pb2.GenerateRequest, timeout: float | None) -> _GenerateCall:
         self._check_open()
-        return self._inference.Generate(request, timeout=timeout)
+        return self._inference.Generate(request, timeout=timeout, metadata=self._access.metadata)
 
     def _finish(self, request: inference_pb2.GenerateRequest, options: RequestOptions) -> RequestOutput:
         with self._start(request, options) as stream:
@@ -258,7 +266,7 @@ class Client:
     ) -> _Response:
         self._check_open()
         try:
-            return method(request, timeout=timeout)
+            return method(request, timeout=timeout, metadata=self._access.metadata)
         except grpc.RpcError as error:
             raise error_of(cast(FailedCall, error), self._address) from None
 

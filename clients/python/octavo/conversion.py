@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import ParseError
@@ -47,6 +47,8 @@ _TOOL_CHOICES = {
     "auto": inference_pb2.TOOL_CHOICE_MODE_AUTO,
     "required": inference_pb2.TOOL_CHOICE_MODE_REQUIRED,
 }
+
+_Options = TypeVar("_Options", bound=RequestOptions)
 
 _REQUEST_OPTIONS = frozenset(get_type_hints(RequestOptions))
 _CHAT_OPTIONS = frozenset(get_type_hints(ChatOptions))
@@ -97,6 +99,11 @@ def check_options(options: Mapping[str, Any], *, chat: bool = False) -> None:
             raise TypeError(f"unexpected keyword argument {name!r}; a request takes {', '.join(sorted(known))}")
 
 
+def _given(options: _Options) -> _Options:
+    """The options that say something: None is the same as leaving one out."""
+    return cast(_Options, {name: value for name, value in options.items() if value is not None})
+
+
 def generate_request(
     prompt: Prompt, params: SamplingParams | None, options: RequestOptions, *, final_only: bool
 ) -> inference_pb2.GenerateRequest:
@@ -105,7 +112,7 @@ def generate_request(
     Raises InvalidRequestError for what the contract cannot express, TypeError for an unknown option.
     """
     check_options(options)
-    request = _request(params, options, final_only)
+    request = _request(params, _given(options), final_only)
     match prompt:
         case str():
             _assign(request, "text", prompt)
@@ -130,6 +137,7 @@ def chat_request(
 ) -> inference_pb2.GenerateRequest:
     """A request for the next turn of a conversation. Errors as in `generate_request`."""
     check_options(options, chat=True)
+    options = _given(options)
     request = _request(params, options, final_only)
     request.chat.CopyFrom(chat_prompt(messages, options))
     request.output.return_prompt_token_ids = True
@@ -137,14 +145,20 @@ def chat_request(
 
 
 def tokenize_request(
-    source: str | Sequence[Message], *, model: str, add_special_tokens: bool | None
+    source: str | Sequence[Message],
+    *,
+    model: str,
+    add_special_tokens: bool | None,
+    chat_options: ChatOptions | None = None,
 ) -> inference_pb2.TokenizeRequest:
-    """A request for the token ids of text or of a conversation."""
+    """A request for the token ids of text or of a conversation, which chat_options say how to render."""
     request = inference_pb2.TokenizeRequest(model=model)
     if isinstance(source, str):
         _assign(request, "text", source)
     else:
-        request.chat.CopyFrom(chat_prompt(source, {}))
+        options: ChatOptions = chat_options or {}
+        check_options(options, chat=True)
+        request.chat.CopyFrom(chat_prompt(source, _given(options)))
     if add_special_tokens is not None:
         request.add_special_tokens = add_special_tokens
     return request
@@ -175,11 +189,14 @@ def chat_prompt(messages: Sequence[Message], options: ChatOptions) -> inference_
     for index, tool in enumerate(_items(options.get("tools", ()), "tools", "a list of tools")):
         _add_tool(chat.tools.add(), tool, f"tools[{index}]")
     if (choice := options.get("tool_choice")) is not None:
-        if choice in _TOOL_CHOICES:
+        if isinstance(choice, str) and choice in _TOOL_CHOICES:
             chat.tool_choice.mode = _TOOL_CHOICES[choice]
         else:
             chat.tool_choice.mode = inference_pb2.TOOL_CHOICE_MODE_NAMED
-            _assign(chat.tool_choice, "name", choice, "tool_choice")
+            name = choice if isinstance(choice, str) else _function_of(choice, "tool_choice").get("name")
+            _assign(chat.tool_choice, "name", name, "tool_choice")
+    if "parallel_tool_calls" in options:
+        _assign(chat, "parallel_tool_calls", options["parallel_tool_calls"])
     return chat
 
 
@@ -210,17 +227,36 @@ def _set_sampling(message: sampling_pb2.SamplingParams, params: SamplingParams) 
             _assign(message, field, value, "sampling")
     _assign(message, "presence_penalty", params.presence_penalty, "sampling")
     _assign(message, "frequency_penalty", params.frequency_penalty, "sampling")
-    for field in ("logit_bias", "allowed_token_ids", "bad_words"):
-        if value := getattr(params, field):
+    if params.logit_bias is not None:
+        _assign(message, "logit_bias", _with_integer_keys(params.logit_bias), "sampling")
+    for field in ("allowed_token_ids", "bad_words"):
+        if (value := getattr(params, field)) is not None:
             _assign(message, field, value, "sampling")
+    if params.allowed_token_ids is not None and not message.allowed_token_ids:
+        raise InvalidRequestError(
+            "allowed_token_ids is empty, which forbids every token; leave it out to allow all",
+            field="sampling.allowed_token_ids",
+        )
     if params.use_beam_search:
         _set_beam_search(message.beam_search, params)
     else:
         _check_no_beams(params)
         if params.best_of is not None:
             _assign(message, "best_of", params.best_of, "sampling")
-    if params.structured_outputs is not None:
-        _set_grammar(message.grammar, params.structured_outputs)
+    if params.structured_outputs is not None and params.guided_decoding is not None:
+        raise InvalidRequestError(
+            "structured_outputs and guided_decoding are given, two names of one thing; leave guided_decoding out",
+            field="sampling.grammar",
+        )
+    if (outputs := params.structured_outputs or params.guided_decoding) is not None:
+        _set_grammar(message.grammar, outputs)
+
+
+def _with_integer_keys(biases: Any) -> Any:
+    """Token ids that JSON made text are numbers again."""
+    if not isinstance(biases, Mapping):
+        return biases
+    return {int(key) if isinstance(key, str) and key.isdecimal() else key: bias for key, bias in biases.items()}
 
 
 def _set_beam_search(message: sampling_pb2.BeamSearch, params: SamplingParams) -> None:
@@ -251,7 +287,8 @@ def _check_no_beams(params: SamplingParams) -> None:
 
 def _set_grammar(message: sampling_pb2.Grammar, params: StructuredOutputsParams) -> None:
     path = "sampling.grammar"
-    given = [name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(params, name)]
+    kinds = ("json", "regex", "choice", "grammar", "json_object")
+    given = [name for name in kinds if getattr(params, name) not in (None, False)]
     if len(given) != 1:
         raise InvalidRequestError(
             f"structured_outputs takes exactly one of json, regex, choice, grammar, json_object; given: "
@@ -260,7 +297,7 @@ def _set_grammar(message: sampling_pb2.Grammar, params: StructuredOutputsParams)
         )
     match given[0]:
         case "json":
-            _assign(message, "json_schema", _schema(params.json), path)
+            _assign(message, "json_schema", _json_text(params.json, f"{path}.json_schema"), path)
         case "regex":
             _assign(message, "regex", params.regex, path)
         case "choice":
@@ -271,13 +308,16 @@ def _set_grammar(message: sampling_pb2.Grammar, params: StructuredOutputsParams)
             message.json_object = True
 
 
-def _schema(schema: Mapping[str, Any] | str | None) -> Any:
-    if not isinstance(schema, str):
+def _json_text(schema: Any, path: str) -> str:
+    """A JSON schema as text, its keys in the order given. Text stays as it is."""
+    if isinstance(schema, str):
         return schema
     try:
-        return json.loads(schema)
-    except ValueError as error:
-        raise InvalidRequestError(f"structured_outputs.json is not JSON: {error}", field="sampling.grammar") from None
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidRequestError(
+            f"{path} is {_shown(schema)}; it must be a value that JSON can express", field=path
+        ) from None
 
 
 def _set_stop(message: sampling_pb2.StopConditions, params: SamplingParams) -> None:
@@ -333,9 +373,11 @@ def _add_message(target: inference_pb2.ChatMessage, message: Message, path: str)
 
 def _add_tool(target: inference_pb2.Tool, tool: Mapping[str, Any], path: str) -> None:
     function = _function_of(tool, path)
-    for key in ("name", "description", "parameters"):
+    for key in ("name", "description", "strict"):
         if (value := function.get(key)) is not None:
             _assign(target, key, value, path)
+    if (parameters := function.get("parameters")) is not None:
+        _assign(target, "parameters_json", _json_text(parameters, f"{path}.parameters"), path)
 
 
 def _function_of(tool: Any, path: str) -> Mapping[str, Any]:

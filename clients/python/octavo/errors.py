@@ -3,6 +3,7 @@
     OctavoError
     ├── InvalidRequestError        the request itself is wrong; names the field
     │   ├── ContextLengthError     prompt or prompt + max_tokens over the limit
+    │   ├── RequestTooLargeError   more bytes than the server takes
     │   └── UnsupportedError       a field of the contract that this server does not offer
     ├── AuthenticationError        no key, or a wrong one
     ├── ModelNotFoundError         no such model is served
@@ -50,6 +51,10 @@ class ContextLengthError(InvalidRequestError):
     """The request has more tokens than the model's context or the KV pool can hold."""
 
 
+class RequestTooLargeError(InvalidRequestError):
+    """The request has more bytes than the server takes."""
+
+
 class UnsupportedError(InvalidRequestError):
     """The request uses a part of the contract that this server does not offer."""
 
@@ -75,7 +80,13 @@ class OverloadedError(OctavoError):
 
 
 class UnavailableError(OctavoError):
-    """The server drains, or no worker can be reached."""
+    """The server drains, or no worker can be reached. `retry_after_s` is when another try makes sense, in seconds; None
+    where nobody knows.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class DeadlineError(OctavoError):
@@ -148,6 +159,12 @@ ERROR_TABLE: dict[type[OctavoError], ErrorMapping] = {
     ),
     OverloadedError: ErrorMapping(
         grpc.StatusCode.RESOURCE_EXHAUSTED, HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error", "OVERLOADED"
+    ),
+    RequestTooLargeError: ErrorMapping(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        "invalid_request_error",
+        "REQUEST_TOO_LARGE",
     ),
     UnavailableError: ErrorMapping(
         grpc.StatusCode.UNAVAILABLE, HTTPStatus.SERVICE_UNAVAILABLE, "service_unavailable_error", "UNAVAILABLE"

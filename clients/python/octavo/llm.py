@@ -7,10 +7,7 @@ contract to them. There is no second engine: what `LLM` answers is what the serv
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import itertools
 import os
-import sys
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from types import TracebackType
@@ -21,16 +18,16 @@ from tqdm.auto import tqdm
 from octavo.async_client import AsyncClient
 from octavo.background_loop import BackgroundLoop
 from octavo.batch import BatchProgress, ChatJob, Job, PromptJob, run_batch
-from octavo.config import DEFAULT_MODEL, RouterConfig, WorkerConfig, pair_settings, quiet_log_level, setting_names
+from octavo.config import DEFAULT_MODEL
+from octavo.engine_args import EngineArgs
 from octavo.errors import InvalidRequestError, RequestCancelledError, UnavailableError
+from octavo.llm_engine import LLMEngine
+from octavo.own_pair import RequestSeeds, concurrency_of, started_pair
 from octavo.process import ProcessPair
+from octavo.served_tokenizer import ServedTokenizer
 from octavo.types import ChatOptions, Message, Prompt, RequestOptions, RequestOutput, SamplingParams
-from octavo.v1 import admin_pb2
+from octavo.v1 import admin_pb2, inference_pb2
 
-# What only makes sense where others connect, or is the pair's own to decide.
-_NOT_OURS = frozenset({"listen", "worker", "host", "port", "grpc_port", "grpc_socket", "ready_file"})
-_SETTINGS = setting_names() - _NOT_OURS
-_SEED_MASK = (1 << 64) - 1
 _PAIR_CHECK_INTERVAL_S = 0.2
 
 _T = TypeVar("_T")
@@ -58,17 +55,13 @@ class LLM:
     def __init__(
         self, model: str | os.PathLike[str] = DEFAULT_MODEL, *, seed: int | None = None, **settings: Any
     ) -> None:
-        for name in settings:
-            if name not in _SETTINGS:
-                raise TypeError(f"LLM() has no setting {name!r}; settings are: {', '.join(sorted(_SETTINGS))}")
-        worker, router = pair_settings(
-            {"log_level": quiet_log_level(), **settings, "model": model, "port": -1, "grpc_port": -1}
-        )
-        self._max_concurrency = _concurrency(router)
-        self._seeds = None if seed is None else map(_derived_seed, itertools.repeat(seed), itertools.count())
-        self._pair = _started(worker, router)
+        args = EngineArgs(model, seed=seed, **settings)
+        self._max_concurrency = concurrency_of(args.router_config)
+        self._seeds = RequestSeeds(seed)
+        self._pair = started_pair(args)
         self._loop = BackgroundLoop("octavo-llm")
-        self._client = AsyncClient(self._pair.wait_ready().grpc, wait_for_server=True)
+        self._client = AsyncClient(self._pair.wait_ready().grpc, wait_for_server=True, api_key="")
+        self._engine: LLMEngine | None = None
         self._finalizer = weakref.finalize(self, _shut_down, self._client, self._loop, self._pair)
 
     def generate(
@@ -110,6 +103,28 @@ class LLM:
         self._check_open()
         return self._loop.run(self._client.state())
 
+    def get_tokenizer(self) -> ServedTokenizer:
+        """The model's tokenizer, with transformers' names: encode, decode, apply_chat_template."""
+
+        def tokenize(source: str | Sequence[Message], **options: Any) -> list[int]:
+            self._check_open()
+            return self._loop.run(self._client.tokenize(source, **options))
+
+        def detokenize(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+            self._check_open()
+            return self._loop.run(self._client.detokenize(token_ids, skip_special_tokens=skip_special_tokens))
+
+        return ServedTokenizer(tokenize, detokenize)
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine to look at: `llm.llm_engine.stat_logger.print_stats()`."""
+        if self._engine is None:
+            # A weak reference: who keeps the engine must not keep a model alive that was dropped.
+            this = weakref.ref(self)
+            self._engine = LLMEngine(lambda: _alive(this()).state(), lambda: _alive(this())._models())
+        return self._engine
+
     def flush_prefix_cache(self) -> int:
         """Forgets every cached prefix. Returns how many KV blocks became free."""
         self._check_open()
@@ -144,13 +159,7 @@ class LLM:
                 f"{len(each)} sampling_params for {len(prompts)} prompts; give one for each, or one for all",
                 field="sampling_params",
             )
-        return [(prompt, self._seeded(params)) for prompt, params in zip(prompts, each, strict=True)]
-
-    def _seeded(self, params: SamplingParams) -> SamplingParams:
-        if self._seeds is None:
-            return params
-        seed = next(self._seeds)  # drawn for every request, so that one with its own seed shifts no other's
-        return params if params.seed is not None else dataclasses.replace(params, seed=seed)
+        return [(prompt, self._seeds.seeded(params)) for prompt, params in zip(prompts, each, strict=True)]
 
     def _run(self, jobs: Sequence[Job], use_tqdm: bool | Callable[..., Any]) -> list[RequestOutput]:
         self._check_open()
@@ -171,11 +180,21 @@ class LLM:
                 raise
         return cast(list[RequestOutput], results)
 
+    def _models(self) -> list[inference_pb2.Model]:
+        self._check_open()
+        return self._loop.run(self._client.list_models())
+
     def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise RequestCancelledError("this LLM is closed; make a new one")
         if self._pair.error is not None:
             raise self._pair.error
+
+
+def _alive(llm: LLM | None) -> LLM:
+    if llm is None:
+        raise RequestCancelledError("the LLM of this engine is gone; keep it as long as its engine")
+    return llm
 
 
 async def _while_alive(pair: ProcessPair, work: Coroutine[Any, Any, _T]) -> _T:
@@ -192,35 +211,12 @@ async def _while_alive(pair: ProcessPair, work: Coroutine[Any, Any, _T]) -> _T:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def _started(worker: WorkerConfig, router: RouterConfig) -> ProcessPair:
-    """A pair that serves. Stops what was started if it cannot serve, or if the caller interrupts the wait."""
-    pair = ProcessPair(worker, router, on_log=_show)
-    try:
-        pair.wait_ready()
-    except BaseException:
-        pair.stop(at_once=True)
-        raise
-    return pair
-
-
 def _shut_down(client: AsyncClient, loop: BackgroundLoop, pair: ProcessPair) -> None:
     try:
         loop.run(client.close())
         loop.close()
     finally:
         pair.stop()
-
-
-def _show(name: str, line: str) -> None:
-    print(f"{name} | {line}", file=sys.stderr, flush=True)
-
-
-def _concurrency(router: RouterConfig) -> int:
-    """Requests to keep under way: enough to fill the batch and to have the next ones queued, below the queue's
-    limit.
-    """
-    wanted = 2 * router.max_num_seqs
-    return min(wanted, router.max_waiting_requests) if router.max_waiting_requests else wanted
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -231,14 +227,3 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if items and all(isinstance(item, int) for item in items):
         return [cast(Prompt, items)]
     return cast(list[Prompt], items)
-
-
-def _derived_seed(seed: int, position: int) -> int:
-    """The seed of the request at `position`: SplitMix64's output function (Steele et al. 2014) over seed and position.
-
-    Neighbouring requests must not get neighbouring seeds: sample i of a request draws from its seed + i.
-    """
-    value = (seed + (position + 1) * 0x9E3779B97F4A7C15) & _SEED_MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _SEED_MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _SEED_MASK
-    return value ^ (value >> 31)

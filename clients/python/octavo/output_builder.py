@@ -9,7 +9,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from octavo.errors import InternalError
-from octavo.types import CompletionOutput, FinishReason, Logprob, OutputDelta, RequestOutput, Usage
+from octavo.types import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    OutputDelta,
+    RequestOutput,
+    ToolCall,
+    ToolCallDelta,
+    Usage,
+)
 from octavo.v1 import inference_pb2
 
 _FINISH_REASONS: dict[int, FinishReason | None] = {
@@ -23,6 +32,15 @@ _FINISH_CODES = {reason: code for code, reason in _FINISH_REASONS.items()}
 
 
 @dataclass
+class _Call:
+    """What has come of one tool call so far."""
+
+    id: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
+@dataclass
 class _Sample:
     """What has come of one sample so far. logprob_sum: of the tokens, whose log-probabilities were asked for."""
 
@@ -33,6 +51,17 @@ class _Sample:
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    content: list[str] | None = None
+    calls: dict[int, _Call] = field(default_factory=dict)
+
+    def take_parsed(self, parsed: inference_pb2.ParsedDelta) -> list[ToolCallDelta]:
+        """Takes what the text says; returns what the calls gained."""
+        self.content = self.content or []
+        self.content.append(parsed.content)
+        for call in parsed.tool_calls:
+            known = self.calls.setdefault(call.index, _Call(call.id, call.name))
+            known.arguments.append(call.arguments_json)
+        return [ToolCallDelta(call.index, call.id, call.name, call.arguments_json) for call in parsed.tool_calls]
 
 
 class OutputBuilder:
@@ -139,6 +168,8 @@ class OutputBuilder:
         if sample.finish_reason is not None:
             sample.cumulative_logprob = delta.cumulative_logprob
             sample.stop_reason = self._stop_reason(delta)
+        is_parsed = delta.HasField("parsed")
+        calls = sample.take_parsed(delta.parsed) if is_parsed else []
         return OutputDelta(
             index=delta.sample_index,
             text=delta.text,
@@ -146,6 +177,8 @@ class OutputBuilder:
             logprobs=logprobs if self._has_logprobs else None,
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
+            content=delta.parsed.content if is_parsed else None,
+            tool_calls=calls,
         )
 
     def _stop_reason(self, delta: inference_pb2.SampleDelta) -> int | str | None:
@@ -166,6 +199,10 @@ class OutputBuilder:
             logprobs=list(sample.logprobs) if self._has_logprobs else None,
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
+            content=None if sample.content is None else "".join(sample.content),
+            tool_calls=[
+                ToolCall(call.id, call.name, "".join(call.arguments)) for _, call in sorted(sample.calls.items())
+            ],
         )
 
 

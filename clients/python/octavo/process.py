@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -24,6 +25,7 @@ from octavo.channel import is_serving
 from octavo.config import RouterConfig, WorkerConfig
 from octavo.errors import ConfigError, OctavoError, StartError
 from octavo.program import ROUTER, WORKER, LogSink, Program, ProgramSpec, check_installed, own_words
+from octavo.settings import Settings
 
 _MAX_SOCKET_PATH_BYTES = 104  # sun_path: 108 on Linux, 104 on BSD and macOS, with the final zero
 _STARTING_TICK_S = 0.02
@@ -34,10 +36,13 @@ _ROUTER_STOP_MARGIN_S = 5.0
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where the pair serves. grpc: an address for `Client`. http: a base URL, empty where no HTTP is served."""
+    """Where the pair serves. grpc: an address for `Client`. http: a base URL, empty where no HTTP is served. local: the
+    gRPC address on this machine, a Unix socket, which is never encrypted.
+    """
 
     grpc: str
     http: str
+    local: str
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class _Supervised:
     def __init__(self, spec: ProgramSpec) -> None:
         self.spec = spec
         self.flags: list[str] = []
+        self.secrets: dict[str, str] = {}
         self.program: Program | None = None
         self.started_at = 0.0
         self.fast_deaths = 0
@@ -69,7 +75,11 @@ class _Supervised:
     def start(self, on_log: LogSink) -> None:
         self.restart_at = None
         self.started_at = time.monotonic()
-        self.program = Program(self.spec, self.flags, on_log)
+        self.program = Program(self.spec, self.flags, on_log, secrets=self.secrets)
+
+    def configure(self, config: Settings) -> None:
+        """Sets what the program is started with from now on."""
+        self.flags, self.secrets = config.to_flags(), config.to_environment()
 
     def note_death(self, policy: RestartPolicy) -> float | None:
         """Records a death; returns the delay until the restart, None if the program is to be given up."""
@@ -89,8 +99,9 @@ class ProcessPair:
             endpoints = pair.wait_ready()
 
     The pair decides itself how the two find each other: `listen`, `worker` and `ready_file` of the settings are
-    overruled. `on_log` gets every line of both logs and the pair's own, named "octavo". `on_end` is called once, from
-    the supervising thread, when the pair has stopped: with None after `stop`, else with the error that ended it.
+    overruled, and without a `worker_token` they get one that nobody else knows. `on_log` gets every line of both logs
+    and the pair's own, named "octavo". `on_end` is called once, from the supervising thread, when the pair has stopped:
+    with None after `stop`, else with the error that ended it.
     """
 
     def __init__(
@@ -113,6 +124,10 @@ class ProcessPair:
         router_socket = router.grpc_socket or str(self._folder / "router.sock")
         self._grpc_address = f"unix:{router_socket}"
         worker_address = f"unix:{self._folder / 'worker.sock'}"
+        if not (worker.worker_token or worker.worker_token_file):
+            token = secrets.token_urlsafe(32)
+            worker = dataclasses.replace(worker, worker_token=token)
+            router = dataclasses.replace(router, worker_token=token)
         self._worker_config = dataclasses.replace(worker, listen=worker_address)
         self._router_config = dataclasses.replace(
             router,
@@ -195,8 +210,8 @@ class ProcessPair:
             self._on_end(self._error)
 
     def _start(self) -> None:
-        self._worker.flags = self._worker_config.to_flags()
-        self._router.flags = self._router_config.to_flags()
+        self._worker.configure(self._worker_config)
+        self._router.configure(self._router_config)
         # Both at once: the router waits for its worker, and importing takes each its time.
         self._worker.start(self._on_log)
         self._router.start(self._on_log)
@@ -212,7 +227,9 @@ class ProcessPair:
         http, grpc = addresses.get("http") or "", addresses.get("grpc") or ""
         self._keep_ports(http, grpc)
         serves_tcp = self._router_config.grpc_port >= 0
-        self._endpoints = Endpoints(grpc=grpc if serves_tcp else self._grpc_address, http=http)
+        self._endpoints = Endpoints(
+            grpc=grpc if serves_tcp else self._grpc_address, http=http, local=self._grpc_address
+        )
         self._settled.set()
         self._on_ready(self._endpoints)
 
@@ -224,7 +241,7 @@ class ProcessPair:
         if config.grpc_port == 0 and grpc:
             config = dataclasses.replace(config, grpc_port=int(grpc.rpartition(":")[2]))
         self._router_config = config
-        self._router.flags = config.to_flags()
+        self._router.configure(config)
 
     def _check_children(self) -> None:
         for child in (self._worker, self._router):

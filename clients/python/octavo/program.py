@@ -15,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from octavo.config import environment_name, setting_names
+from octavo.config import setting_names
 from octavo.errors import StartError
+from octavo.settings import environment_name
 
 LogSink = Callable[[str, str], None]
 """Takes a program's name and one line of its log, without the line's end."""
@@ -50,13 +51,15 @@ def check_installed(spec: ProgramSpec) -> None:
         )
 
 
-def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a child: without the variables of settings, which the parent has already read.
+def child_environment(environ: Mapping[str, str], secrets: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a child: without the variables of settings, which the parent has already read, but with its
+    secret settings, which must not stand among its flags.
 
     A flag that equals the default is not passed on, and must not be overruled by a variable that the flag overruled.
     """
     read = {environment_name(name) for name in setting_names()}
-    return {key: value for key, value in environ.items() if key not in read} | {"PYTHONUNBUFFERED": "1"}
+    kept = {key: value for key, value in environ.items() if key not in read}
+    return kept | {"PYTHONUNBUFFERED": "1"} | dict(secrets)
 
 
 def own_words(spec: ProgramSpec, log: Sequence[str]) -> str:
@@ -68,7 +71,10 @@ def own_words(spec: ProgramSpec, log: Sequence[str]) -> str:
 class Program:
     """A running child. Its stdout and stderr are one log, passed line by line to `on_log` from a thread of its own."""
 
-    def __init__(self, spec: ProgramSpec, arguments: Sequence[str], on_log: LogSink) -> None:
+    def __init__(
+        self, spec: ProgramSpec, arguments: Sequence[str], on_log: LogSink, *, secrets: Mapping[str, str] | None = None
+    ) -> None:
+        """secrets: environment variables that no other user may see."""
         self.spec = spec
         self._on_log = on_log
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
@@ -77,7 +83,7 @@ class Program:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=child_environment(os.environ),
+            env=child_environment(os.environ, secrets or {}),
             # A group of its own: the terminal's Ctrl-C goes to the parent alone, which stops its children in order.
             process_group=0,
         )

@@ -62,6 +62,8 @@ def error_of(call: FailedCall, address: str) -> OctavoError:
     if issubclass(kind, OverloadedError):
         seconds = retry.retry_delay.ToTimedelta().total_seconds() if retry.HasField("retry_delay") else 1.0
         return kind(message, retry_after_s=seconds)
+    if issubclass(kind, UnavailableError) and retry.HasField("retry_delay"):
+        return kind(message, retry_after_s=retry.retry_delay.ToTimedelta().total_seconds())
     return kind(message or f"{code.name} from {address}")
 
 

@@ -8,9 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, Literal, TypedDict
 
-FinishReason = Literal["stop", "length", "tool_calls", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "error", "abort"]
+"""Why a sample ended. "abort" is said by `AsyncLLMEngine.abort`; the others are the server's."""
+
+
+class RequestOutputKind(Enum):
+    """What each output of `AsyncLLMEngine.generate` holds: everything so far, only what is new, or everything once."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 class TextPrompt(TypedDict):
@@ -60,7 +70,8 @@ class ChatOptions(RequestOptions, total=False):
     continued. continue_final_message: leaves the last message open, so that generation continues it. chat_template: a
     Jinja template to use instead of the model's. chat_template_kwargs: variables handed to the template beside the
     messages. tools: functions that the model may call, as OpenAI writes them. tool_choice: "auto", "none", "required",
-    or the name of the one function to call.
+    or the one function to call, by its name or as OpenAI writes it. parallel_tool_calls: False allows one call a turn
+    at most.
     """
 
     add_generation_prompt: bool
@@ -68,15 +79,17 @@ class ChatOptions(RequestOptions, total=False):
     chat_template: str
     chat_template_kwargs: Mapping[str, Any]
     tools: Sequence[Mapping[str, Any]]
-    tool_choice: str
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """What the output must match. Exactly one is given.
 
-    json: a JSON schema, as a dictionary or as text. regex: a regular expression for the whole output. choice: one of
-    these texts. grammar: a context-free grammar in Lark's notation. json_object: any JSON object.
+    json: a JSON schema, as a dictionary or as text; properties come in the schema's order. regex: a regular expression
+    for the whole output. choice: one of these texts. grammar: a context-free grammar in the notation of Lark or of
+    GBNF. json_object: any JSON object.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -84,6 +97,10 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool = False
+
+
+GuidedDecodingParams = StructuredOutputsParams
+"""The name that StructuredOutputsParams had in older versions of vLLM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +117,16 @@ class SamplingParams:
     ends when a better beam is unlikely, True as soon as beam_width of them have ended, "never" when none can exist.
     temperature: 0 takes the likeliest token. top_p, top_k (0 or -1: all), min_p: cut unlikely tokens off.
     seed: sample i draws from seed + i; None lets the router draw a seed.
+    presence_penalty, frequency_penalty (-2 to 2): lower the logits of tokens that the output holds, once or as often as
+    it holds them. repetition_penalty (0.01 to 100): above 1, tokens that prompt or output hold are less likely.
+    logit_bias: token id to what is added to its logit, from -100 to 100. allowed_token_ids: only these may come.
+    bad_words: texts that must not come. structured_outputs: what the output must match; guided_decoding is its older
+    name.
     max_tokens: None generates up to the context's end. min_tokens: no end-of-sequence or stop token before this many.
     stop: texts that end a sample where the first of them appears. stop_token_ids: tokens that end it.
     logprobs: log-probabilities of the sampled token and of this many likeliest; 0 is the sampled token's alone.
     prompt_logprobs: the same for the prompt's tokens.
+    output_kind: of `AsyncLLMEngine`'s outputs; the clients and `LLM` do not look at it.
     """
 
     n: int = 1
@@ -124,6 +147,7 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: StructuredOutputsParams | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: str | Sequence[str] | None = None
@@ -134,6 +158,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     @classmethod
     def model_defaults(cls, *, max_tokens: int | None = 16) -> SamplingParams:
@@ -166,10 +191,32 @@ class Usage:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool. arguments: JSON text as the model wrote it, an object unless the model erred or was cut off."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """What one call gained. index: which call of the sample, from 0; id and name: set in its first delta, else empty;
+    arguments: new characters of them.
+    """
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass(frozen=True)
 class OutputDelta:
     """What one sample gained. `index` is the sample's; text may lag behind the tokens while a character is incomplete.
 
     finish_reason and stop_reason are set in the sample's last delta only.
+    content and tool_calls: what the text says, where the request has tools; None and none otherwise.
     """
 
     index: int
@@ -178,6 +225,8 @@ class OutputDelta:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    content: str | None = None
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -188,6 +237,7 @@ class CompletionOutput:
     over the sample's tokens; None unless log-probabilities were asked for, or chose the sample (best_of, beams).
     finish_reason: None while it runs.
     stop_reason: the stop string or the stop token's id; None at an end-of-sequence token.
+    content and tool_calls: what the text says, where the request has tools; None and none otherwise.
     """
 
     index: int
@@ -197,6 +247,8 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    content: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     def finished(self) -> bool:
         """Whether the sample has ended."""

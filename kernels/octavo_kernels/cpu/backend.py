@@ -340,6 +340,29 @@ class CpuBackend:
         )
         return out
 
+    def ban_tokens(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        if logits.dtype is not torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
+            _refuse("logits", logits, "(rows, vocab) of float32, the last dimension contiguous, is needed")
+        num_rows, vocab = logits.shape
+        count = rows.shape[0]
+        _check_column(rows, "rows", count, torch.int64)
+        wrong_shape = masks.dim() != 2 or masks.shape[0] != count or masks.shape[1] * 32 < vocab
+        if masks.dtype is not torch.int32 or wrong_shape or not masks.is_contiguous():
+            _refuse("masks", masks, f"contiguous ({count}, {-(-vocab // 32)} or more) of torch.int32 is needed")
+        self._check(
+            self._library.octavo_ban_tokens(
+                self._context,
+                logits.data_ptr(),
+                num_rows,
+                logits.stride(0),
+                vocab,
+                rows.data_ptr(),
+                count,
+                masks.data_ptr(),
+                masks.shape[1],
+            )
+        )
+
     def _paged_kv(self, kv: LayerKV) -> PagedKV:
         """The layer's description for the library; made once while the layer lives."""
         known = self._paged.get(id(kv))

@@ -16,7 +16,7 @@ from octavo_kernels.errors import BackendUnavailableError
 LIBRARY_PATH = Path(__file__).with_name("liboctavo_cpu.so")
 # Forces an instruction set; for tests and for comparing machines.
 ISA_VARIABLE = "OCTAVO_CPU_ISA"
-_INTERFACE_VERSION = 1
+_INTERFACE_VERSION = 2
 
 
 class PagedKV(Structure):
@@ -47,6 +47,7 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "octavo_write_kv": (_P, _KV, _P, _N, _P, _N, _P, _N),
     "octavo_paged_attention": (_P, _KV, _P, _N, _N, _N, _N, _P, _P, _P, _P, _N, _N, c_float, _N, _P),
     "octavo_gumbel_argmax": (_P, _P, _N, _N, _N, _P, _P, _P, _P),
+    "octavo_ban_tokens": (_P, _P, _N, _N, _N, _P, _N, _P, _N),
     "octavo_move_blocks": (_P, _P, _N, _P, _P, _N, _P, _N, _N),
 }
 

@@ -129,3 +129,23 @@ def test_an_error_is_shown_and_its_question_forgotten(
     assert main(["chat", "--address", router.address]) == 0
     assert conversations(router)[1] == [("user", "good")]
     assert "error: too long" in capsys.readouterr().err
+
+
+def test_the_key_comes_from_the_environment(router: FakeRouter, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def answer(
+        request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        seen.append(str(dict(context.invocation_metadata())["authorization"]))
+        yield from echo_in_capitals(request, context)
+
+    router.answer = answer
+    monkeypatch.setenv("OCTAVO_API_KEY", "from-the-environment")
+    assert main(["chat", "--address", router.address, "--message", "x"]) == 0
+    assert seen == ["Bearer from-the-environment"]
+
+
+def test_ways_to_reach_a_server_need_its_address(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "m", "--tls", "--client-key=k", "--message", "x"]) == 2
+    assert "--tls, --client-key says how to reach a running server; give its --address" in capsys.readouterr().err

@@ -1,7 +1,8 @@
 """Stands in for octavo-router: a FakeRouter at --grpc-socket, which writes --ready-file and ends when it is told to.
 
 With FAKE_ROUTER=stubborn it takes no notice of SIGTERM; with FAKE_ROUTER=dies:PATH it dies while it answers, where the
-file PATH exists, which it removes before; with FAKE_ROUTER=exit it complains and exits with 2.
+file PATH exists, which it removes before; with FAKE_ROUTER=exit it complains and exits with 2; with FAKE_ROUTER=waits
+it never serves.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ if kind == "exit":
     sys.exit(2)
 print("router flags:", *sys.argv[1:], flush=True)
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+if kind == "waits":
+    signal.sigwait({signal.SIGTERM})
+    sys.exit(0)
 with FakeRouter(f"unix:{flags['grpc-socket']}") as router:
     if kind == "dies":
         router.answer = die_once

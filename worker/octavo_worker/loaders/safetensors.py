@@ -7,6 +7,7 @@ tensors that it does not map are not read.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,9 @@ class SafetensorsWeights:
     def default_dtype(self) -> str:
         kinds = {_DTYPES.get(entry.dtype, "float32") for entry in self.entries.values()}
         return kinds.pop() if len(kinds) == 1 else "float32"
+
+    def num_elements(self) -> int:
+        return sum(math.prod(entry.shape) for entry in self.entries.values())
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:

@@ -6,6 +6,7 @@ ModelLoadError that names file, tensor and both shapes.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -32,6 +33,10 @@ class Weights(Protocol):
         """The dtype of the checkpoint, for configs that do not name it."""
         ...
 
+    def num_elements(self) -> int:
+        """The number of values in all tensors."""
+        ...
+
 
 class GGUFWeights:
     """The tensors of a GGUF file, dequantized."""
@@ -54,6 +59,9 @@ class GGUFWeights:
 
     def default_dtype(self) -> str:
         return "bfloat16"
+
+    def num_elements(self) -> int:
+        return sum(math.prod(tensor.shape) for tensor in self._file.tensors.values())
 
 
 def _unpermute(values: Tensor, num_heads: int) -> Tensor:

@@ -94,6 +94,20 @@ class Decoder:
         token_ids: (T,) int32; logit_rows: (R,) int64, the tokens whose logits are wanted; prompt_lens: (T,) int32, see
         `needs_prompt_lens`. on_progress is called after each layer. Returns (R, num_sampled) fp32.
         """
+        x = self.hidden(token_ids, batch, kv_layers, prompt_lens=prompt_lens, on_progress=on_progress)
+        return self.logits(x, logit_rows)
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        kv_layers: Sequence[LayerKV],
+        *,
+        prompt_lens: Tensor | None = None,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """`forward` up to the last layer: what `logits` takes, (T, hidden) in the model's dtype."""
         ops, config = self._backend, self.config
         positions, cos_sin = self._rotary.select(batch.positions, prompt_lens)
         x = F.embedding(token_ids, self._embedding)  # (T, hidden)
@@ -104,7 +118,13 @@ class Decoder:
             h = ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
             x = layer.down(ops.silu_mul(layer.gate_up(h)), x)
             on_progress()
-        x = ops.rms_norm(x.index_select(0, logit_rows), self._norm, config.rms_norm_eps)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Logits of some tokens of a pass. hidden: (T, hidden), as `hidden` gives it; rows: (R,) int64. Returns
+        (R, num_sampled) fp32; a row's bits do not depend on the others."""
+        x = self._backend.rms_norm(hidden.index_select(0, rows), self._norm, self.config.rms_norm_eps)
         return self._head(x).float()
 
     def _attend(

@@ -33,7 +33,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace) -> int:
     """Runs the conversation, or the one question."""
-    with chosen_server(args) as address, Client(address) as client:
+    with chosen_server(args) as server, Client(server.address, **server.access) as client:
         chat = Conversation(client, sampling_of(args), args.system)
         if args.message is not None:
             chat.ask(args.message)

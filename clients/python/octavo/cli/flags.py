@@ -19,6 +19,9 @@ _SAMPLING: tuple[tuple[str, type, str], ...] = (
     ("top_p", float, "keep the smallest set of tokens whose probability reaches this"),
     ("top_k", int, "keep this many likeliest tokens; 0 keeps all"),
     ("min_p", float, "drop tokens less likely than this share of the likeliest"),
+    ("presence_penalty", float, "lower the chance of tokens that the answer holds; -2 to 2"),
+    ("frequency_penalty", float, "the same, for each time that the answer holds them; -2 to 2"),
+    ("repetition_penalty", float, "above 1, make tokens that prompt or answer hold less likely"),
     ("seed", int, "the same seed gives the same tokens"),
 )
 

@@ -13,8 +13,9 @@ from typing import TextIO
 from octavo.async_client import AsyncClient
 from octavo.batch import BatchProgress, Job, Result, run_batch
 from octavo.cli.flags import add_samples_flags, add_sampling_flags, samples_of, sampling_of
+from octavo.cli.grammar_flags import add_grammar_flags, structured_of
 from octavo.cli.prompt_input import OrderedWriter, is_json_lines, json_job, plain_job
-from octavo.cli.server_choice import add_server_flags, chosen_server
+from octavo.cli.server_choice import ChosenServer, add_server_flags, chosen_server
 from octavo.errors import ConfigError, OctavoError
 from octavo.types import SamplingParams
 
@@ -53,6 +54,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar")
     add_sampling_flags(parser, max_tokens=_DEFAULT_MAX_TOKENS)
     add_samples_flags(parser)
+    add_grammar_flags(parser)
     add_server_flags(parser)
     parser.set_defaults(run=run)
 
@@ -61,20 +63,20 @@ def run(args: argparse.Namespace) -> int:
     """Generates for all prompts. Returns 1 if one failed."""
     if args.concurrency < 1:
         raise ConfigError(f"concurrency is {args.concurrency}; it must be at least 1")
-    params = samples_of(args, sampling_of(args))
+    params = structured_of(args, samples_of(args, sampling_of(args)))
     jobs = _jobs(args, params)
     if not jobs:
         raise ConfigError("there are no prompts; give them as arguments, by --input FILE or on stdin")
-    with _target(args.output) as target, chosen_server(args) as address:
-        return asyncio.run(_generate(address, jobs, target, args.concurrency, show_progress=not args.no_progress))
+    with _target(args.output) as target, chosen_server(args) as server:
+        return asyncio.run(_generate(server, jobs, target, args.concurrency, show_progress=not args.no_progress))
 
 
 async def _generate(
-    address: str, jobs: Sequence[Job | OctavoError], target: TextIO, concurrency: int, *, show_progress: bool
+    server: ChosenServer, jobs: Sequence[Job | OctavoError], target: TextIO, concurrency: int, *, show_progress: bool
 ) -> int:
     writer = OrderedWriter(target)
     places = [index for index, job in enumerate(jobs) if not isinstance(job, OctavoError)]
-    async with AsyncClient(address, wait_for_server=True) as client:
+    async with AsyncClient(server.address, wait_for_server=True, **server.access) as client:
         await client.health(timeout=_HEALTH_TIMEOUT_S)  # one error, rather than the same one for each prompt
         with BatchProgress(len(jobs), enabled=show_progress) as progress:
 

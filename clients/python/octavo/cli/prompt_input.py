@@ -9,10 +9,11 @@ from typing import Any, TextIO
 
 from octavo.batch import ChatJob, Job, PromptJob, Result
 from octavo.errors import InvalidRequestError, OctavoError, OverloadedError
-from octavo.types import RequestOutput, SamplingParams
+from octavo.types import RequestOutput, SamplingParams, StructuredOutputsParams
 
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
-_PARAMS = frozenset(spec.name for spec in dataclasses.fields(SamplingParams)) - {"structured_outputs"}
+_PARAMS = frozenset(spec.name for spec in dataclasses.fields(SamplingParams)) - {"guided_decoding", "output_kind"}
+_STRUCTURED = frozenset(spec.name for spec in dataclasses.fields(StructuredOutputsParams))
 
 
 def is_json_lines(lines: Iterable[str]) -> bool:
@@ -47,6 +48,8 @@ def json_job(line: str, params: SamplingParams) -> Job:
     for key in own:
         if key not in _PARAMS:
             raise InvalidRequestError(f"the line has the unknown key {key!r}", field=key)
+    if "structured_outputs" in own:
+        own["structured_outputs"] = _structured(own["structured_outputs"])
     params = dataclasses.replace(params, **own)
     match given[0]:
         case "messages":
@@ -54,6 +57,17 @@ def json_job(line: str, params: SamplingParams) -> Job:
         case "prompt_token_ids":
             return PromptJob({"prompt_token_ids": record["prompt_token_ids"]}, params)
     return PromptJob({"prompt": record["prompt"]}, params)
+
+
+def _structured(value: Any) -> StructuredOutputsParams | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not value.keys() <= _STRUCTURED:
+        raise InvalidRequestError(
+            f"structured_outputs must be an object with one of {', '.join(sorted(_STRUCTURED))}",
+            field="structured_outputs",
+        )
+    return StructuredOutputsParams(**value)
 
 
 def result_lines(index: int, result: Result) -> list[dict[str, Any]]:

@@ -8,10 +8,12 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 
+from octavo.authentication import read_keys
 from octavo.cli.flags import add_model_argument, add_setting_flags, settings_of
 from octavo.client import Client
 from octavo.errors import OctavoError
@@ -50,6 +52,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace) -> int:
     """Serves until a signal asks it to stop or the pair gives up. Raises what made it give up."""
     worker, router = settings_of(args)
+    keys = [*router.api_key, *(read_keys(Path(router.api_key_file)) if router.api_key_file else ())]
     events: SimpleQueue[_Event] = SimpleQueue()
     with _signals_to(events):
         started_at = time.monotonic()
@@ -60,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             while True:
                 event = events.get()
                 if isinstance(event, Endpoints):
-                    _announce(event, time.monotonic() - started_at)
+                    _announce(event, time.monotonic() - started_at, keys)
                 elif isinstance(event, signal.Signals):
                     if not is_stopping:
                         _show(
@@ -89,24 +92,26 @@ def _signals_to(events: SimpleQueue[_Event]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _announce(endpoints: Endpoints, seconds: float) -> None:
-    """Prints where the server is and one line to try."""
-    with Client(endpoints.grpc) as client:
+def _announce(endpoints: Endpoints, seconds: float, keys: Sequence[str]) -> None:
+    """Prints where the server is and one line to try. Asks it with one of the keys, and shows none."""
+    with Client(endpoints.local, api_key=keys[0] if keys else "") as client:
         models = [model.name for model in client.list_models(timeout=_MODELS_TIMEOUT_S)]
     lines = [f"Serving {', '.join(models)} after {seconds:.1f} s."]
     if endpoints.http:
         lines.append(f"  HTTP  {endpoints.http}/v1")
     lines.append(f"  gRPC  {endpoints.grpc}")
     lines.append("Try:")
-    lines.append(f"  {_line_to_try(endpoints, models[0])}")
+    lines.append(f"  {_line_to_try(endpoints, models[0], needs_key=bool(keys))}")
     print("\n".join(lines), flush=True)
 
 
-def _line_to_try(endpoints: Endpoints, model: str) -> str:
+def _line_to_try(endpoints: Endpoints, model: str, *, needs_key: bool) -> str:
     if not endpoints.http:
         return f"octavo chat --address {endpoints.grpc} --temperature 0 --message '{_QUESTION}'"
     body = {"model": model, "messages": [{"role": "user", "content": _QUESTION}], "temperature": 0}
-    return f"curl {endpoints.http}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+    key = '-H "Authorization: Bearer $KEY" ' if needs_key else ""
+    url = f"{endpoints.http}/v1/chat/completions"
+    return f"curl {url} {key}-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
 def _show(name: str, line: str) -> None:

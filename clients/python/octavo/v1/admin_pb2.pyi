@@ -21,18 +21,36 @@ class GetStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStateResponse(_message.Message):
-    __slots__ = ("version", "uptime_ms", "draining", "queue", "workers")
+    __slots__ = ("version", "uptime_ms", "draining", "queue", "workers", "totals")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_MS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     QUEUE_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_ms: int
     draining: bool
     queue: QueueState
     workers: _containers.RepeatedCompositeFieldContainer[WorkerState]
-    def __init__(self, version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., draining: bool = ..., queue: _Optional[_Union[QueueState, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ...) -> None: ...
+    totals: Totals
+    def __init__(self, version: _Optional[str] = ..., uptime_ms: _Optional[int] = ..., draining: bool = ..., queue: _Optional[_Union[QueueState, _Mapping]] = ..., workers: _Optional[_Iterable[_Union[WorkerState, _Mapping]]] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ...) -> None: ...
+
+class Totals(_message.Message):
+    __slots__ = ("accepted_request_count", "prompt_token_count", "completion_token_count", "prefix_query_token_count", "prefix_hit_token_count", "preemption_count")
+    ACCEPTED_REQUEST_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERY_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    accepted_request_count: int
+    prompt_token_count: int
+    completion_token_count: int
+    prefix_query_token_count: int
+    prefix_hit_token_count: int
+    preemption_count: int
+    def __init__(self, accepted_request_count: _Optional[int] = ..., prompt_token_count: _Optional[int] = ..., completion_token_count: _Optional[int] = ..., prefix_query_token_count: _Optional[int] = ..., prefix_hit_token_count: _Optional[int] = ..., preemption_count: _Optional[int] = ...) -> None: ...
 
 class QueueState(_message.Message):
     __slots__ = ("waiting_sequence_count", "running_sequence_count", "preempted_sequence_count", "request_count", "waiting_prompt_token_count", "max_waiting_request_count", "max_waiting_prompt_token_count")

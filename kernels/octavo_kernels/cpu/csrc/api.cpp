@@ -19,7 +19,7 @@
 namespace octavo {
 namespace {
 
-constexpr int32_t kInterfaceVersion = 1;
+constexpr int32_t kInterfaceVersion = 2;
 
 thread_local std::string last_error;
 
@@ -282,6 +282,48 @@ OCTAVO_API int32_t octavo_gumbel_argmax(void* context, const float* logits, int6
     const GumbelArgs args{logits, rows, row_stride, vocab, temperatures, seeds, positions, out};
     Pool::Session session(ctx.pool);
     ctx.kernels->gumbel_argmax(ctx.pool, args);
+  });
+}
+
+namespace {
+struct BanJob {
+  float* logits;
+  int64_t row_stride;
+  int64_t vocab;
+  const int64_t* rows;
+  const uint32_t* masks;
+  int64_t words;
+};
+
+// Most words of a mask allow everything or nothing.
+void ban_row(void* context, int64_t index, int) {
+  const BanJob& job = *static_cast<const BanJob*>(context);
+  float* row = job.logits + job.rows[index] * job.row_stride;
+  const uint32_t* mask = job.masks + index * job.words;
+  for (int64_t first = 0; first < job.vocab; first += 32) {
+    const uint32_t word = mask[first / 32];
+    if (word == 0xffffffffu) continue;
+    const int64_t count = std::min<int64_t>(32, job.vocab - first);
+    if (word == 0) {
+      std::fill_n(row + first, count, -__builtin_inff());
+      continue;
+    }
+    for (int64_t bit = 0; bit < count; ++bit)
+      if ((word >> bit & 1) == 0) row[first + bit] = -__builtin_inff();
+  }
+}
+}  // namespace
+
+OCTAVO_API int32_t octavo_ban_tokens(void* context, float* logits, int64_t num_rows, int64_t row_stride, int64_t vocab,
+                                     const int64_t* rows, int64_t count, const uint32_t* masks, int64_t words) {
+  return guarded([&] {
+    Context& ctx = *static_cast<Context*>(context);
+    for (int64_t i = 0; i < count; ++i)
+      if (rows[i] < 0 || rows[i] >= num_rows)
+        refuse("row %lld is outside 0..%lld", static_cast<long long>(rows[i]), static_cast<long long>(num_rows - 1));
+    BanJob job{logits, row_stride, vocab, rows, masks, words};
+    Pool::Session session(ctx.pool);
+    ctx.pool.run(count, ban_row, &job);
   });
 }
 
