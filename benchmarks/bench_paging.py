@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import csv
 import json
 import random
@@ -178,8 +179,7 @@ class Meter:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self._task.cancel()
-        await asyncio.wait({self._task})
+        await _cancelled(self._task)
 
     async def _read(self) -> None:
         while True:
@@ -265,9 +265,15 @@ async def most_blocks(served: Served, prompt: list[int], num_tokens: int, copies
     salts = [f"{len(prompt)} {copies} {sampling} {copy}" for copy in range(copies)]
     calls = (served.ask(prompt, num_tokens, cache_salt=salt, **sampling) for salt in salts)
     await asyncio.gather(*calls)
-    watcher.cancel()
-    await asyncio.wait({watcher})
+    await _cancelled(watcher)
     return most
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Ends a task that runs for ever. Raises what it failed with, if it did: then it has measured nothing."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 @dataclass(frozen=True)

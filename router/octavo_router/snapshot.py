@@ -3,6 +3,8 @@ nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from octavo.config import RouterConfig
 from octavo.v1 import admin_pb2
 from octavo.worker.v1 import worker_pb2
@@ -43,8 +45,16 @@ def worker_state(
         incarnation=description.incarnation,
         step_seq=scheduler.last_step_seq,
         lost_session_count=num_lost_sessions,
-        device_pool=_pool_state(blocks.device, blocks.block_size),
-        host_pool=_pool_state(blocks.host, blocks.block_size),
+        device_pool=_pool_state(
+            blocks.device,
+            blocks.block_size,
+            ((sequence.block_table, sequence.num_planned) for sequence in scheduler.running),
+        ),
+        host_pool=_pool_state(
+            blocks.host,
+            blocks.block_size,
+            ((sequence.host_table, sequence.num_planned) for sequence in scheduler.waiting),
+        ),
         model=model_name,
         model_digest=description.model.digest,
         dtype=description.model.dtype,
@@ -65,13 +75,24 @@ def totals(scheduler: Scheduler, metrics: Metrics) -> admin_pb2.Totals:
     )
 
 
-def _pool_state(pool: BlockPool, block_size: int) -> admin_pb2.PoolState:
+def _pool_state(pool: BlockPool, block_size: int, holders: Iterable[tuple[Sequence[int], int]]) -> admin_pb2.PoolState:
+    """holders: block tables, and how many tokens each holds."""
     return admin_pb2.PoolState(
         block_count=pool.num_blocks,
         used_block_count=pool.num_used,
         cached_block_count=pool.num_cached,
         block_size=block_size,
+        held_token_count=_num_held_tokens(block_size, holders),
     )
+
+
+def _num_held_tokens(block_size: int, holders: Iterable[tuple[Sequence[int], int]]) -> int:
+    """Of two tables that share a block, the one that fills it further counts."""
+    filled: dict[int, int] = {}
+    for table, num_tokens in holders:
+        for index, block_id in enumerate(table):
+            filled[block_id] = max(filled.get(block_id, 0), min(block_size, num_tokens - index * block_size))
+    return sum(filled.values())
 
 
 def gauges(scheduler: Scheduler, *, is_connected: bool) -> Gauges:

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15octavo/v1/admin.proto\x12\toctavo.v1\"\x11\n\x0fGetStateRequest\"\xba\x01\n\x10GetStateResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x11\n\tuptime_ms\x18\x02 \x01(\x03\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12$\n\x05queue\x18\x04 \x01(\x0b\x32\x15.octavo.v1.QueueState\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.octavo.v1.WorkerState\x12!\n\x06totals\x18\x06 \x01(\x0b\x32\x11.octavo.v1.Totals\"\xc0\x01\n\x06Totals\x12\x1e\n\x16\x61\x63\x63\x65pted_request_count\x18\x01 \x01(\x04\x12\x1a\n\x12prompt_token_count\x18\x02 \x01(\x04\x12\x1e\n\x16\x63ompletion_token_count\x18\x03 \x01(\x04\x12 \n\x18prefix_query_token_count\x18\x04 \x01(\x04\x12\x1e\n\x16prefix_hit_token_count\x18\x05 \x01(\x04\x12\x18\n\x10preemption_count\x18\x06 \x01(\x04\"\xf4\x01\n\nQueueState\x12\x1e\n\x16waiting_sequence_count\x18\x01 \x01(\r\x12\x1e\n\x16running_sequence_count\x18\x02 \x01(\r\x12 \n\x18preempted_sequence_count\x18\x03 \x01(\r\x12\x15\n\rrequest_count\x18\x04 \x01(\r\x12\"\n\x1awaiting_prompt_token_count\x18\x05 \x01(\x04\x12!\n\x19max_waiting_request_count\x18\x06 \x01(\r\x12&\n\x1emax_waiting_prompt_token_count\x18\x07 \x01(\x04\"\xc0\x02\n\x0bWorkerState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x06status\x18\x03 \x01(\x0e\x32\x17.octavo.v1.WorkerStatus\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0bincarnation\x18\x05 \x01(\x06\x12\x10\n\x08step_seq\x18\x06 \x01(\x04\x12\x1a\n\x12lost_session_count\x18\x07 \x01(\x04\x12)\n\x0b\x64\x65vice_pool\x18\x08 \x01(\x0b\x32\x14.octavo.v1.PoolState\x12\'\n\thost_pool\x18\t \x01(\x0b\x32\x14.octavo.v1.PoolState\x12\r\n\x05model\x18\n \x01(\t\x12\x14\n\x0cmodel_digest\x18\x0b \x01(\t\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\r \x01(\t\"j\n\tPoolState\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\r\x12\x18\n\x10used_block_count\x18\x02 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_block_count\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rrequest_count\x18\x01 \x01(\r\"\x19\n\x17\x46lushPrefixCacheRequest\"/\n\x18\x46lushPrefixCacheResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\r*d\n\x0cWorkerStatus\x12\x1d\n\x19WORKER_STATUS_UNSPECIFIED\x10\x00\x12\x1c\n\x18WORKER_STATUS_CONNECTING\x10\x01\x12\x17\n\x13WORKER_STATUS_READY\x10\x02\x32\xec\x01\n\x0c\x41\x64minService\x12\x43\n\x08GetState\x12\x1a.octavo.v1.GetStateRequest\x1a\x1b.octavo.v1.GetStateResponse\x12:\n\x05\x44rain\x12\x17.octavo.v1.DrainRequest\x1a\x18.octavo.v1.DrainResponse\x12[\n\x10\x46lushPrefixCache\x12\".octavo.v1.FlushPrefixCacheRequest\x1a#.octavo.v1.FlushPrefixCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15octavo/v1/admin.proto\x12\toctavo.v1\"\x11\n\x0fGetStateRequest\"\xba\x01\n\x10GetStateResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x11\n\tuptime_ms\x18\x02 \x01(\x03\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12$\n\x05queue\x18\x04 \x01(\x0b\x32\x15.octavo.v1.QueueState\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.octavo.v1.WorkerState\x12!\n\x06totals\x18\x06 \x01(\x0b\x32\x11.octavo.v1.Totals\"\xc0\x01\n\x06Totals\x12\x1e\n\x16\x61\x63\x63\x65pted_request_count\x18\x01 \x01(\x04\x12\x1a\n\x12prompt_token_count\x18\x02 \x01(\x04\x12\x1e\n\x16\x63ompletion_token_count\x18\x03 \x01(\x04\x12 \n\x18prefix_query_token_count\x18\x04 \x01(\x04\x12\x1e\n\x16prefix_hit_token_count\x18\x05 \x01(\x04\x12\x18\n\x10preemption_count\x18\x06 \x01(\x04\"\xf4\x01\n\nQueueState\x12\x1e\n\x16waiting_sequence_count\x18\x01 \x01(\r\x12\x1e\n\x16running_sequence_count\x18\x02 \x01(\r\x12 \n\x18preempted_sequence_count\x18\x03 \x01(\r\x12\x15\n\rrequest_count\x18\x04 \x01(\r\x12\"\n\x1awaiting_prompt_token_count\x18\x05 \x01(\x04\x12!\n\x19max_waiting_request_count\x18\x06 \x01(\r\x12&\n\x1emax_waiting_prompt_token_count\x18\x07 \x01(\x04\"\xc0\x02\n\x0bWorkerState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\'\n\x06status\x18\x03 \x01(\x0e\x32\x17.octavo.v1.WorkerStatus\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0bincarnation\x18\x05 \x01(\x06\x12\x10\n\x08step_seq\x18\x06 \x01(\x04\x12\x1a\n\x12lost_session_count\x18\x07 \x01(\x04\x12)\n\x0b\x64\x65vice_pool\x18\x08 \x01(\x0b\x32\x14.octavo.v1.PoolState\x12\'\n\thost_pool\x18\t \x01(\x0b\x32\x14.octavo.v1.PoolState\x12\r\n\x05model\x18\n \x01(\t\x12\x14\n\x0cmodel_digest\x18\x0b \x01(\t\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\r \x01(\t\"\x84\x01\n\tPoolState\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\r\x12\x18\n\x10used_block_count\x18\x02 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_block_count\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x18\n\x10held_token_count\x18\x05 \x01(\x04\"\x0e\n\x0c\x44rainRequest\"&\n\rDrainResponse\x12\x15\n\rrequest_count\x18\x01 \x01(\r\"\x19\n\x17\x46lushPrefixCacheRequest\"/\n\x18\x46lushPrefixCacheResponse\x12\x13\n\x0b\x62lock_count\x18\x01 \x01(\r*d\n\x0cWorkerStatus\x12\x1d\n\x19WORKER_STATUS_UNSPECIFIED\x10\x00\x12\x1c\n\x18WORKER_STATUS_CONNECTING\x10\x01\x12\x17\n\x13WORKER_STATUS_READY\x10\x02\x32\xec\x01\n\x0c\x41\x64minService\x12\x43\n\x08GetState\x12\x1a.octavo.v1.GetStateRequest\x1a\x1b.octavo.v1.GetStateResponse\x12:\n\x05\x44rain\x12\x17.octavo.v1.DrainRequest\x1a\x18.octavo.v1.DrainResponse\x12[\n\x10\x46lushPrefixCache\x12\".octavo.v1.FlushPrefixCacheRequest\x1a#.octavo.v1.FlushPrefixCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'octavo.v1.admin_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATUS']._serialized_start=1249
-  _globals['_WORKERSTATUS']._serialized_end=1349
+  _globals['_WORKERSTATUS']._serialized_start=1276
+  _globals['_WORKERSTATUS']._serialized_end=1376
   _globals['_GETSTATEREQUEST']._serialized_start=36
   _globals['_GETSTATEREQUEST']._serialized_end=53
   _globals['_GETSTATERESPONSE']._serialized_start=56
@@ -43,16 +43,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_QUEUESTATE']._serialized_end=684
   _globals['_WORKERSTATE']._serialized_start=687
   _globals['_WORKERSTATE']._serialized_end=1007
-  _globals['_POOLSTATE']._serialized_start=1009
-  _globals['_POOLSTATE']._serialized_end=1115
-  _globals['_DRAINREQUEST']._serialized_start=1117
-  _globals['_DRAINREQUEST']._serialized_end=1131
-  _globals['_DRAINRESPONSE']._serialized_start=1133
-  _globals['_DRAINRESPONSE']._serialized_end=1171
-  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=1173
-  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=1198
-  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=1200
-  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=1247
-  _globals['_ADMINSERVICE']._serialized_start=1352
-  _globals['_ADMINSERVICE']._serialized_end=1588
+  _globals['_POOLSTATE']._serialized_start=1010
+  _globals['_POOLSTATE']._serialized_end=1142
+  _globals['_DRAINREQUEST']._serialized_start=1144
+  _globals['_DRAINREQUEST']._serialized_end=1158
+  _globals['_DRAINRESPONSE']._serialized_start=1160
+  _globals['_DRAINRESPONSE']._serialized_end=1198
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_start=1200
+  _globals['_FLUSHPREFIXCACHEREQUEST']._serialized_end=1225
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_start=1227
+  _globals['_FLUSHPREFIXCACHERESPONSE']._serialized_end=1274
+  _globals['_ADMINSERVICE']._serialized_start=1379
+  _globals['_ADMINSERVICE']._serialized_end=1615
 # @@protoc_insertion_point(module_scope)

@@ -101,16 +101,18 @@ class WorkerState(_message.Message):
     def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., status: _Optional[_Union[WorkerStatus, str]] = ..., epoch: _Optional[int] = ..., incarnation: _Optional[int] = ..., step_seq: _Optional[int] = ..., lost_session_count: _Optional[int] = ..., device_pool: _Optional[_Union[PoolState, _Mapping]] = ..., host_pool: _Optional[_Union[PoolState, _Mapping]] = ..., model: _Optional[str] = ..., model_digest: _Optional[str] = ..., dtype: _Optional[str] = ..., backend: _Optional[str] = ...) -> None: ...
 
 class PoolState(_message.Message):
-    __slots__ = ("block_count", "used_block_count", "cached_block_count", "block_size")
+    __slots__ = ("block_count", "used_block_count", "cached_block_count", "block_size", "held_token_count")
     BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
     USED_BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
     CACHED_BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     block_count: int
     used_block_count: int
     cached_block_count: int
     block_size: int
-    def __init__(self, block_count: _Optional[int] = ..., used_block_count: _Optional[int] = ..., cached_block_count: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
+    held_token_count: int
+    def __init__(self, block_count: _Optional[int] = ..., used_block_count: _Optional[int] = ..., cached_block_count: _Optional[int] = ..., block_size: _Optional[int] = ..., held_token_count: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ()
