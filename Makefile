@@ -18,8 +18,10 @@ SETUP_INPUTS := scripts/setup.py pyproject.toml constraints.txt $(wildcard */pyp
 PROTOS := $(shell find protos -name '*.proto' | sort)
 SOURCES := clients/python/octavo router/octavo_router worker/octavo_worker kernels/octavo_kernels
 
-# The tests of other people's clients start the server with this interpreter.
+# The tests of other people's clients start the server with this interpreter, and share an event loop, for such clients
+# keep their connections.
 SERVED_BY := OCTAVO_PYTHON=$(abspath $(BIN)/python)
+ECOSYSTEM := -m pytest --confcutdir tests/ecosystem -o asyncio_default_test_loop_scope=session tests/ecosystem
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev serve test test-full test-ecosystem test-ecosystem-heavy simulate check format proto proto-clients bench bench-paging bench-prefix bench-structured up clean
@@ -48,11 +50,11 @@ test-full: $(VENV)/.dev ## Runs the whole matrix of equality tests as well. Take
 
 test-ecosystem: $(VENV)/.runtime ## Runs other people's clients (openai, langchain, Node, schemathesis, buf curl) against a served model.
 	$(PYTHON) scripts/setup.py --venv .venv-ecosystem --peer ecosystem
-	$(SERVED_BY) .venv-ecosystem/bin/python -m pytest --confcutdir tests/ecosystem tests/ecosystem -m "not full" $(ARGS)
+	$(SERVED_BY) .venv-ecosystem/bin/python $(ECOSYSTEM) -m "not full" $(ARGS)
 
 test-ecosystem-heavy: $(VENV)/.runtime ## The same with aiperf, guidellm and lm-eval, which bring torch.
 	$(PYTHON) scripts/setup.py --venv .venv-ecosystem-heavy --peer ecosystem-heavy
-	$(SERVED_BY) .venv-ecosystem-heavy/bin/python -m pytest --confcutdir tests/ecosystem tests/ecosystem $(ARGS)
+	$(SERVED_BY) .venv-ecosystem-heavy/bin/python $(ECOSYSTEM) $(ARGS)
 
 simulate: $(VENV)/.dev ## Simulates the router's core. SEEDS=2000 (a count), SEEDS=9000:9040 (a range), ARGS="--trace"
 	$(BIN)/python -m tests.simulator.run --seeds $(SEEDS) $(ARGS)

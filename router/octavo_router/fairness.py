@@ -5,10 +5,13 @@
     priority 1:  ...
 
 A virtual token counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): an account counts the
-tokens that were computed for a tenant at a priority, prompt and output alike. Who comes to wait with others is lifted
-to the one served least among them, so that nobody saves up turns while it asks for nothing. Two tenants that both keep
-requests waiting are then served alike, up to what one admission may bring: a request's prompt, and the output of what
-runs. With one tenant it is first come, first served.
+tokens that were computed for a tenant at a priority, prompt and output alike. Who comes to wait is lifted to a floor,
+so that nobody saves up turns while it asks for nothing. The floor is where the one that waits and was served least
+stands, and it rises by each token's share for one tenant (the virtual time of Bennett and Zhang, "Hierarchical Packet
+Fair Queueing Algorithms", SIGCOMM 1996): else those who were served once would wait for ever behind tenants that are
+new, which come without an end where each request names another. Two tenants that both keep requests waiting are then
+served alike, up to what one admission may bring: a request's prompt, and the output of what runs. With one tenant it is
+first come, first served.
 
 Choosing costs O(log n), however many tenants and requests wait; a token costs an addition. Requests that have started
 are not in here: they keep their places (`queues.py`).
@@ -33,9 +36,10 @@ class Account:
     ended; num_waiting: its sequences in here. heap: those by arrival; some may have left.
     """
 
-    __slots__ = ("heap", "is_listed", "num_live", "num_served", "num_waiting", "number", "tenant")
+    __slots__ = ("heap", "is_listed", "level", "num_live", "num_served", "num_waiting", "number", "tenant")
 
-    def __init__(self, tenant: str, number: int) -> None:
+    def __init__(self, level: _Level, tenant: str, number: int) -> None:
+        self.level = level
         self.tenant = tenant
         self.number = number
         self.num_served = 0
@@ -44,10 +48,16 @@ class Account:
         self.is_listed = False
         self.heap: list[tuple[int, int, Sequence]] = []
 
+    def charge(self, num_tokens: int) -> None:
+        """So many tokens were computed for it."""
+        self.num_served += num_tokens
+        self.level.num_served += num_tokens
+
 
 class _Level:
     """The accounts of one priority. turns: who has a sequence that stands, least served first; an entry may be behind
-    its account, never ahead of it. last_served: where the last account stood when it left the turns."""
+    its account, never ahead of it. floor: where those who come to wait start at least; num_served: tokens computed for
+    all, as far as the floor has not risen by them."""
 
     def __init__(self, priority: int) -> None:
         self.priority = priority
@@ -55,9 +65,14 @@ class _Level:
         self.idle: set[str] = set()
         self.most_idle = LEAST_IDLE_ACCOUNTS
         self.turns: list[tuple[int, int, Account]] = []
-        self.last_served = 0
+        self.floor = 0
+        self.num_served = 0
         self.num_opened = 0
-        self.is_listed = False
+
+    def raise_floor(self) -> None:
+        """By one account's share of what was computed since the last time; to be called before accounts come or go."""
+        share, self.num_served = divmod(self.num_served, max(1, len(self.accounts) - len(self.idle)))
+        self.floor += share
 
 
 class FairQueue:
@@ -67,6 +82,7 @@ class FairQueue:
         self._is_standing = is_standing
         self._levels: dict[int, _Level] = {}
         self._priorities: list[int] = []
+        self._listed: set[int] = set()
 
     @property
     def first(self) -> Sequence | None:
@@ -75,9 +91,7 @@ class FairQueue:
             level = self._levels.get(self._priorities[0])
             if level is not None and (sequence := self._first_of(level)) is not None:
                 return sequence
-            heapq.heappop(self._priorities)
-            if level is not None:
-                level.is_listed = False
+            self._listed.remove(heapq.heappop(self._priorities))
         return None
 
     def add(self, sequence: Sequence) -> None:
@@ -92,14 +106,14 @@ class FairQueue:
         account, level = self._account_of(group), self._levels[group.request.priority]
         heapq.heappush(account.heap, (group.arrival, sequence.sample_index, sequence))
         if not account.is_listed:
-            least = level.last_served
+            level.raise_floor()
             if self._first_of(level) is not None:
-                least = level.turns[0][2].num_served
-            account.num_served = max(account.num_served, least)
+                level.floor = max(level.floor, level.turns[0][2].num_served)
+            account.num_served = max(account.num_served, level.floor)
             account.is_listed = True
             heapq.heappush(level.turns, (account.num_served, account.number, account))
-        if not level.is_listed:
-            level.is_listed = True
+        if level.priority not in self._listed:
+            self._listed.add(level.priority)
             heapq.heappush(self._priorities, level.priority)
 
     def remove(self, sequence: Sequence) -> None:
@@ -124,7 +138,8 @@ class FairQueue:
         account.num_live -= 1
         if account.num_live:
             return
-        level = self._levels[group.request.priority]
+        level = account.level
+        level.raise_floor()
         level.idle.add(account.tenant)
         nobody_waits = self._first_of(level) is None
         if nobody_waits or len(level.idle) > level.most_idle:
@@ -150,9 +165,12 @@ class FairQueue:
             level = self._levels[priority] = _Level(priority)
         account = level.accounts.get(tenant)
         if account is None:
+            level.raise_floor()
             level.num_opened += 1
-            account = level.accounts[tenant] = Account(tenant, level.num_opened)
-        level.idle.discard(tenant)
+            account = level.accounts[tenant] = Account(level, tenant, level.num_opened)
+        elif not account.num_live:
+            level.raise_floor()
+            level.idle.remove(tenant)
         account.num_live += 1
         group.account = account
         return account
@@ -168,7 +186,8 @@ class FairQueue:
             if not heap:
                 heapq.heappop(turns)
                 account.is_listed = False
-                level.last_served = account.num_served
+                if not turns:
+                    level.floor = max(level.floor, account.num_served)
             elif num_served != account.num_served:
                 heapq.heapreplace(turns, (account.num_served, number, account))
             else:

@@ -10,16 +10,15 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import signal
 import struct
-import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.errors import InvalidRequestError, OverloadedError, UnavailableError, UnsupportedError
 from octavo.v1 import sampling_pb2
+from octavo_router.child_process import child_command, child_environment
 
 if TYPE_CHECKING:
     from octavo_router.worker_client import TokenizerFiles
@@ -37,7 +36,7 @@ END_TIMEOUT_S = 5.0
 GrammarKind = Literal["json_object", "json_schema", "regex", "choices", "lark"]
 
 _LENGTH = struct.Struct(">I")
-_KEPT_VARIABLES = ("PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "TMPDIR")
+_MAX_CHARACTER_BYTES = 4  # in UTF-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +64,11 @@ def source_of(message: sampling_pb2.Grammar) -> Source:
             field="sampling.grammar",
         )
     field = f"sampling.grammar.{kind}"
+    if (size := message.ByteSize()) > _MAX_CHARACTER_BYTES * MAX_GRAMMAR_LENGTH:
+        # Much more than that takes its time to count.
+        raise InvalidRequestError(
+            f"{kind} has {size} bytes; at most {MAX_GRAMMAR_LENGTH} characters are possible", field=field
+        )
     if kind == "choices":
         if not message.choices.choices or not all(message.choices.choices):
             raise InvalidRequestError(
@@ -159,15 +163,14 @@ class GrammarCompiler:
 
     async def _start(self) -> asyncio.subprocess.Process:
         """Starts the process and hands it the tokenizer."""
-        command = (sys.executable, "-P", "-m", "octavo_router.grammar_process")
         pipe = asyncio.subprocess.PIPE
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *command,
+                *child_command("octavo_router.grammar_process"),
                 stdin=pipe,
                 stdout=pipe,
                 process_group=0,  # Ctrl-C is the router's to handle
-                env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
+                env=child_environment(),
             )
         except OSError as error:
             raise UnavailableError(f"the compiler of grammars does not start: {error.strerror}") from None

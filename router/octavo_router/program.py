@@ -245,7 +245,10 @@ async def _worker_token(config: RouterConfig) -> str:
 
 
 def _has_token(config: RouterConfig) -> bool:
-    return not config.worker_token_file or Path(config.worker_token_file).exists()
+    try:
+        return not config.worker_token_file or Path(config.worker_token_file).exists()
+    except OSError:
+        return True  # whoever reads it says why not
 
 
 async def _tokenizer_files(worker: GrpcWorkerClient) -> TokenizerFiles:

@@ -65,8 +65,9 @@ def resumed_samples(
 ) -> tuple[ResumedSample, ...]:
     """What the caller holds of the generation, by sample; samples of which it holds nothing are left out.
 
-    Empty for beam searches and best_of above n, which start over, and where no token is generated. num_echo_bytes: length of the echoed prompt, with
-    which each sample's text began. Raises ResumeMismatchError for a sample that the request cannot have.
+    Empty for beam searches and best_of above n, which start over, and where no token is generated. num_echo_bytes:
+    length of the echoed prompt, with which each sample's text began. Raises ResumeMismatchError for a sample that the
+    request cannot have.
     """
     if starts_over(sampling) or not max_tokens:
         return ()

@@ -262,18 +262,20 @@ class Scheduler:
     def _accept_prompts(
         self, computed: Sequences[tuple[Sequence, int]], stretches: Sequences[PromptStretch]
     ) -> list[PromptComputed]:
-        """Collects what came of prompts, and ends the requests that are over with theirs."""
-        complete: dict[SequenceGroup, None] = {}
+        """Collects what came of prompts, and ends the requests that are over with theirs: when the last token is
+        computed, which scores no other."""
+        events: list[PromptComputed] = []
         for sequence, start_position, columns in stretches:
-            scores = sequence.group.prompt_scores
-            if sequence.is_live and scores is not None and scores.add(start_position, columns):
-                complete[sequence.group] = None
+            group, scores = sequence.group, sequence.group.prompt_scores
+            is_complete = sequence.is_live and scores is not None and scores.add(start_position, columns)
+            if is_complete and not group.is_prompt_only:
+                events.append(PromptComputed(group, is_end=False))
         for sequence, num_computed in computed:
             group = sequence.group
             if group.is_prompt_only and sequence.is_live and num_computed == len(sequence.prompt_token_ids):
                 self.finish(sequence)
-                complete[group] = None
-        return [PromptComputed(group, is_end=group.is_prompt_only) for group in complete]
+                events.append(PromptComputed(group, is_end=True))
+        return events
 
     def _accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> TokenSampled:
         """Appends a token to a live sequence and ends it where that is due."""

@@ -99,7 +99,7 @@ class SequenceGroup:
     def charge(self, num_tokens: int) -> None:
         """Accounts computed tokens to its tenant."""
         if self.account is not None:
-            self.account.num_served += num_tokens
+            self.account.charge(num_tokens)
 
     def end_of(self, sequence: Sequence) -> tuple[FinishReason, int | None] | None:
         """Why the last token of a sample's ends it, with the id where it is that; None if it does not."""

@@ -15,14 +15,16 @@ import os
 import queue
 import resource
 import selectors
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from octavo.errors import InternalError, InvalidRequestError
+from octavo.errors import InvalidRequestError, UnavailableError
 from octavo_router.chat_template import ChatTemplate
+from octavo_router.child_process import child_command, child_environment
 
 MAX_SOURCE_LENGTH: Final = 256 << 10
 """Most characters of a request's template."""
@@ -32,10 +34,13 @@ MAX_PROMPT_LENGTH: Final = 16 << 20
 
 TIMEOUT_S: Final = 2.0
 MEMORY_BYTES: Final = 768 << 20
+MAX_CPU_S: Final = 10.0
+"""Ends a child whose router was killed and cannot end it. Above TIMEOUT_S, which a living router keeps."""
+
 _START_TIMEOUT_S: Final = 20.0
 _FIELD: Final = "chat.chat_template"
 _READY: Final = "ready"
-_KEPT_VARIABLES: Final = ("PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "TZ", "TMPDIR")
+_DOES_NOT_START: Final = "the process for chat templates of requests does not start"
 
 
 class TemplateProcesses:
@@ -50,7 +55,8 @@ class TemplateProcesses:
 
     def render(self, source: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """What `ChatTemplate(source).render(messages, **options)` gives. Raises InvalidRequestError where that does,
-        and for a template that is too long, takes too long or needs too much memory.
+        and for a template that is too long, takes too long or needs too much memory; UnavailableError where no child
+        can be started.
         """
         if len(source) > MAX_SOURCE_LENGTH:
             raise _refusal(f"has {len(source)} characters; at most {MAX_SOURCE_LENGTH} are taken")
@@ -60,19 +66,15 @@ class TemplateProcesses:
             "messages": [dict(message) for message in messages],
             "options": options,
         }
-        try:
-            child = self._idle.get_nowait()
-        except queue.Empty:
-            child = _Child()
+        child = self._take_idle() or _Child()
         try:
             answer = child.ask(json.dumps(request), self._timeout_s)
         except BaseException:
             child.kill()
             raise
+        self._idle.put(child)
         if self._closed:
-            child.kill()
-        else:
-            self._idle.put(child)
+            self._end_idle()
         if "error" in answer:
             raise InvalidRequestError(answer["error"], field=answer["field"])
         return str(answer["text"])
@@ -80,6 +82,19 @@ class TemplateProcesses:
     def close(self) -> None:
         """Ends the children that are idle, and the others once they have answered."""
         self._closed = True
+        self._end_idle()
+
+    def _take_idle(self) -> _Child | None:
+        """An idle child that still runs; what else there is has been killed by the system, and is cleared away."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                child = self._idle.get_nowait()
+                if child.is_running:
+                    return child
+                child.kill()
+        return None
+
+    def _end_idle(self) -> None:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._idle.get_nowait().kill()
@@ -89,22 +104,34 @@ class _Child:
     """One child process, waiting for a request."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "octavo_router.template_process"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            process_group=0,  # Ctrl-C is the router's to handle
-            env={name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ},
-        )
+        """Raises UnavailableError where it does not start."""
+        try:
+            self._process = subprocess.Popen(
+                child_command("octavo_router.template_process"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                process_group=0,  # Ctrl-C is the router's to handle
+                env=child_environment(),
+            )
+        except OSError as error:
+            raise UnavailableError(f"{_DOES_NOT_START}: {error.strerror}") from None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         try:
             if self._read_line(_START_TIMEOUT_S) != _READY:
-                raise InternalError("the process for chat templates of requests could not be started")
+                raise UnavailableError(f"{_DOES_NOT_START}: it ended at once")
+        except TimeoutError:
+            self.kill()
+            raise UnavailableError(f"{_DOES_NOT_START} within {_START_TIMEOUT_S:g} s") from None
         except BaseException:
             self.kill()
             raise
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
 
     def ask(self, request: str, timeout_s: float) -> dict[str, Any]:
         """The answer to a request. Raises InvalidRequestError where none comes in time; the child is of no use then."""
@@ -114,6 +141,8 @@ class _Child:
             line = self._read_line(timeout_s)
         except BrokenPipeError:
             line = ""
+        except TimeoutError:
+            raise _refusal(f"takes more than {timeout_s:g} s") from None
         if not line:
             raise _refusal("needs more memory than it may have, or made its process fail")
         answer: dict[str, Any] = json.loads(line)
@@ -128,14 +157,14 @@ class _Child:
         self._process.wait()
 
     def _read_line(self, timeout_s: float) -> str:
-        """A line without its end; empty once the child has ended."""
+        """A line without its end; empty once the child has ended. Raises TimeoutError where none comes in time."""
         ends_at = time.monotonic() + timeout_s
         parts: list[bytes] = []
         with selectors.DefaultSelector() as selector:
             selector.register(self._stdout, selectors.EVENT_READ)
             while not (parts and parts[-1].endswith(b"\n")):
                 if not selector.select(max(0.0, ends_at - time.monotonic())):
-                    raise _refusal(f"takes more than {timeout_s:g} s")
+                    raise TimeoutError
                 if not (part := os.read(self._stdout.fileno(), 1 << 20)):
                     return ""
                 parts.append(part)
@@ -165,13 +194,15 @@ def _answer(request: Mapping[str, Any]) -> dict[str, str]:
         return {"error": _refusal("needs more memory than it may have").message, "field": _FIELD}
 
 
-def main() -> None:
-    """Answers requests until stdin ends, which it does with the router."""
+def main(max_cpu_s: float = MAX_CPU_S) -> None:
+    """Answers requests until stdin ends, which it does with the router. A request may take so much CPU time."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     print(_READY, flush=True)
     for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
         print(json.dumps(_answer(json.loads(line))), flush=True)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 from octavo.errors import ContextLengthError, InvalidRequestError, UnsupportedError
@@ -282,13 +282,12 @@ def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> No
     )
 
 
-def _check_stop_strings(stop: Iterable[str]) -> None:
-    texts = list(stop)
-    if len(texts) > MAX_STOP_STRINGS:
+def _check_stop_strings(stop: Sequence[str]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
         raise InvalidRequestError(
-            f"stop has {len(texts)} strings; at most {MAX_STOP_STRINGS} are possible", field="stop.stop"
+            f"stop has {len(stop)} strings; at most {MAX_STOP_STRINGS} are possible", field="stop.stop"
         )
-    for text in texts:
+    for text in stop:
         if not text:
             raise InvalidRequestError(
                 "stop holds an empty string; every stop string must have a character", field="stop.stop"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import logging
 import stat
 from collections.abc import Callable
@@ -119,6 +120,45 @@ def test_a_file_that_became_unreadable_leaves_its_keys(
     clock.now = 4.0
     assert keys.accepts(bearer("newer"))
     assert not keys.accepts(bearer("old"))
+
+
+def test_a_file_that_may_be_read_again_is(file: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    path = file("old")
+    keys = KeyRing([], str(path), clock=clock)
+
+    def refuse(self: Path, **options: str) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", refuse)  # root is refused by no mode
+        file("new-key")
+        path.chmod(0)
+        clock.now = 1.0
+        assert keys.accepts(bearer("old"))
+    path.chmod(0o600)
+    clock.now = 2.0
+    assert keys.accepts(bearer("new-key"))
+    assert not keys.accepts(bearer("old"))
+
+
+def test_a_change_while_the_file_is_first_read_is_seen(
+    file: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    path = file("old")
+    read = Path.read_text
+
+    def read_and_change(self: Path, **options: str) -> str:
+        text = read(self, **options)
+        self.write_text("replaced")
+        return text
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", read_and_change)
+        keys = KeyRing([], str(path), clock=clock)
+    clock.now = 1.0
+    assert keys.accepts(bearer("replaced"))
 
 
 def test_a_token_is_given_or_read() -> None:

@@ -108,7 +108,7 @@ def test_who_asked_for_nothing_has_nothing_saved_up() -> None:
     assert turns.names(12) == "baaaaaaaaaaa"
     for _ in range(8):
         turns.add("b")
-    assert turns.names(8) == "babababa"
+    assert turns.names(8) == "abababab"
 
 
 def test_output_counts_while_others_wait() -> None:
@@ -150,6 +150,39 @@ def test_accounts_do_not_pile_up() -> None:
     while turns.queue.first is not None:
         turns.queue.close(turns.take())
     assert turns.queue._levels == {}
+
+
+def test_new_tenants_without_an_end_keep_nobody_out() -> None:
+    """There are always ten who were never served. One who was waits until they have had as much, and not for ever; nor
+    are those remembered who had their turn."""
+    turns = Turns()
+    turns.add("back")
+    for index in range(10):
+        turns.add(f"user {index}")
+    turns.take(500)
+    turns.add("back")
+    (level,) = turns.queue._levels.values()
+    for index in range(10, 1000):
+        turns.add(f"user {index}")
+        group = turns.take(50)
+        turns.queue.close(group)
+        if group.request.tenant == "back":
+            break
+    assert 100 <= index < 150
+    for index in range(1000, 5000):
+        turns.add(f"user {index}")
+        turns.queue.close(turns.take(50))
+    assert len(level.accounts) <= 2 * LEAST_IDLE_ACCOUNTS
+
+
+def test_priorities_that_come_and_go_leave_nothing() -> None:
+    turns = Turns()
+    turns.add("a", 0)
+    for index in range(1000):
+        group = turns.add("b", 1 + index % 2)
+        turns.leave(group)
+        turns.queue.close(group)
+    assert sorted(turns.queue._priorities) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("seed", range(5))

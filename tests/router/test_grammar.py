@@ -54,6 +54,11 @@ def test_sources_name_their_kind() -> None:
         ({"choices": {}}, "sampling.grammar.choices", "choices is empty or holds an empty text"),
         ({"choices": {"choices": ["a", ""]}}, "sampling.grammar.choices", "choices is empty or holds an empty text"),
         ({"regex": "a" * 131073}, "sampling.grammar.regex", "regex has 131073 characters; at most 131072"),
+        (
+            {"choices": {"choices": ["a"] * 200_000}},
+            "sampling.grammar.choices",
+            "choices has 600004 bytes; at most 131072 characters",
+        ),
     ],
 )
 def test_what_is_no_source_is_refused(fields: dict[str, Any], field: str, message: str) -> None:

@@ -231,6 +231,20 @@ def test_no_token_is_generated(prompt_logprobs: int | None, num_prompt: int, n: 
     assert harness.groups["B"].num_cached_tokens == (num_prompt - 1) // 4 * 4
 
 
+@pytest.mark.parametrize("max_num_tokens", [3, 4, 5])
+def test_a_prompt_ends_when_its_last_token_is_computed(max_num_tokens: int) -> None:
+    """Not when its log-probabilities are complete, for which the token before is enough."""
+    harness = Harness(make_limits(max_num_tokens=max_num_tokens, max_plans_in_flight=1))
+    for num_prompt in range(1, 14):
+        request = scored(f"R{num_prompt}", num_prompt=num_prompt, max_tokens=0)
+        harness.add(request)
+        harness.run()
+        assert [event for event in harness.events if isinstance(event, PromptComputed)][num_prompt - 1 :] == [
+            PromptComputed(harness.groups[request.request_id], is_end=True)
+        ]
+        assert harness.num_used == 0
+
+
 def test_a_prompt_may_fill_the_whole_pool_where_nothing_follows() -> None:
     harness = Harness(make_limits(num_blocks=5, max_model_len=20))
     request = scored(num_prompt=20, max_tokens=0)

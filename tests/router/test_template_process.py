@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from octavo.errors import InvalidRequestError
+from octavo.errors import InvalidRequestError, UnavailableError
 from octavo_router import template_process
 from octavo_router.template_process import MAX_SOURCE_LENGTH, TemplateProcesses
 
@@ -97,6 +102,38 @@ def test_a_child_has_no_secrets(processes: TemplateProcesses, monkeypatch: pytes
     assert render(own, "x") == "x"
     own.close()
     assert not any("OCTAVO" in name for name in started[0])
+
+
+def test_a_child_that_the_system_killed_is_replaced() -> None:
+    processes = TemplateProcesses({})
+    render(processes, "x")
+    child = processes._idle.queue[0]
+    os.kill(child._process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child._process.pid, os.WEXITED | os.WNOWAIT)
+    assert render(processes, "x") == "x"
+    processes.close()
+
+
+def test_a_child_that_does_not_start_is_not_the_requests_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process.sys, "executable", "/bin/false")
+    with pytest.raises(UnavailableError, match="does not start: it ended at once"):
+        render(TemplateProcesses({}), "x")
+    monkeypatch.setattr(template_process.sys, "executable", "/no/such")
+    with pytest.raises(UnavailableError, match="does not start: No such file"):
+        render(TemplateProcesses({}), "x")
+
+
+def test_a_child_without_an_owner_ends_by_itself() -> None:
+    endless = "{% for i in range(99999) %}{% if ('a' * 10000000) | upper %}{% endif %}{% endfor %}"
+    request = {
+        "source": endless,
+        "special_tokens": {},
+        "messages": MESSAGES,
+        "options": {"add_generation_prompt": False},
+    }
+    program = "from octavo_router.template_process import main; main(max_cpu_s=0.2)"
+    ended = subprocess.run([sys.executable, "-c", program], input=json.dumps(request).encode(), timeout=60)
+    assert ended.returncode == -signal.SIGPROF
 
 
 def test_children_end_with_their_owner() -> None:

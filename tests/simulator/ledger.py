@@ -134,11 +134,17 @@ class Ledger:
             raise LedgerError(f"{entry.name}: another token's log-probability came with token {event.token_id}")
 
     def prompt(self, entry: Entry, event: PromptComputed) -> None:
-        """Takes in that a prompt's log-probabilities are there."""
+        """Takes in that a prompt's log-probabilities are there, or that it is all that is wanted."""
         scores, prompt = entry.group.prompt_scores, entry.arrival.request.prompt_token_ids
-        if scores is None or entry.is_scored or event.is_end:
+        is_all = entry.arrival.request.stopping.max_tokens == 0
+        if entry.is_scored or event.is_end is not is_all or (scores is None and not is_all):
             raise LedgerError(f"{entry.name} did not ask for its prompt, or has it, and there it comes")
         entry.is_scored = True
+        if is_all:
+            entry.is_ended = [True] * len(entry.is_ended)
+            self.close(entry, "finished")
+        if scores is None:
+            return
         if not scores.is_complete:
             raise LedgerError(f"{entry.name} has the log-probabilities of {scores.num_scored} of {len(prompt)} tokens")
         found = [(score.token_id, score.logprob) for score in scores.entries(prompt)]

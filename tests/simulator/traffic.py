@@ -118,6 +118,8 @@ class TrafficSource:
         arrival = self._with_fate(self._gap_s(traced.gap_ms), request, is_impossible)
         if self._fates.random() < settings.share_killing and request.sampling.seed < 1 << 32 and not is_impossible:
             arrival = replace(arrival, kills_at=self._kills_at(arrival.request))
+        if self._scoring.random() < 0.05 and _may_be_prompt_only(arrival):
+            arrival = _prompt_only(arrival)
         self._remember(arrival)
         return arrival
 
@@ -285,6 +287,21 @@ class TrafficSource:
             tenant=request.tenant,
             resumed=tuple(resumed),
         ), held
+
+
+def _may_be_prompt_only(arrival: Arrival) -> bool:
+    """Whether nothing is to happen to an arrival's output."""
+    request = arrival.request
+    has_fate = arrival.is_impossible or arrival.fails_at is not None or arrival.kills_at is not None
+    is_plain = request.sampling.beams is None and request.sampling.best_of == request.sampling.n
+    return is_plain and not has_fate and not request.resumed
+
+
+def _prompt_only(arrival: Arrival) -> Arrival:
+    """The same for nothing but its prompt, with its log-probabilities or without."""
+    request = replace(arrival.request, stopping=Stopping(max_tokens=0))
+    samples = [ExpectedSample([], FinishReason.LENGTH)] * request.sampling.n
+    return replace(arrival, request=request, samples=samples, leaves_after_tokens=None)
 
 
 def num_samples(request: Request) -> int:

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import threading
+from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 from octavo.worker.v1 import worker_pb2 as pb
@@ -16,6 +20,10 @@ from tests.worker.checkpoints import ids_to_letters, letter_tokenizer, letters_t
 YES_NO = "start: /(yes|no)+/"
 
 
+def no_news() -> None:
+    """Nobody wants to know that grammars get compiled."""
+
+
 def as_json(lark: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": lark}]})
 
@@ -24,12 +32,12 @@ def allowed(engine: GrammarEngine, *states: tuple[SequenceGrammar, list[int]]) -
     """What each sequence may get behind its output; "$" for each end of sequence."""
     outputs = [np.array(output, np.int32) for _, output in states]
     pending = engine.start(np.arange(len(states)), [state for state, _ in states], outputs)
-    assert pending.collect() == {}
+    assert pending.collect(no_news) == {}
     return [ids_to_letters(ids_of(mask)) for mask in pending.masks]
 
 
 def problem(engine: GrammarEngine, grammar: str, output: list[int]) -> str:
-    return engine.start(np.arange(1), [engine.begin(grammar)], [np.array(output, np.int32)]).collect()[0]
+    return engine.start(np.arange(1), [engine.begin(grammar)], [np.array(output, np.int32)]).collect(no_news)[0]
 
 
 @pytest.mark.parametrize("grammar", [YES_NO, as_json(YES_NO)])
@@ -83,14 +91,55 @@ def test_one_that_fails_leaves_the_others_alone(letters: GrammarEngine) -> None:
     states = [letters.begin(grammar) for grammar in (YES_NO, "start: nothing", YES_NO, YES_NO)]
     outputs = [np.array(letters_to_ids(text), np.int32) for text in ("yes", "", "maybe", "n")]
     pending = letters.start(np.array([5, 6, 7, 8]), states, outputs)
-    problems = pending.collect()
+    problems = pending.collect(no_news)
     assert pending.rows.tolist() == [5, 6, 7, 8]
     assert {*problems} == {1, 2}
     assert 'unknown name: "nothing"' in problems[1]
     assert "doesn't satisfy the grammar" in problems[2]
     assert [ids_to_letters(ids_of(pending.masks[row])) for row in (0, 3)] == ["$$ny", "o"]
     again = letters.start(np.array([7]), [states[2]], [np.append(outputs[2], np.int32(1))])
-    assert "doesn't satisfy the grammar" in again.collect()[0]
+    assert "doesn't satisfy the grammar" in again.collect(no_news)[0]
+
+
+def test_one_that_cannot_be_compiled_leaves_the_others_alone(
+    letters: GrammarEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compile_or_panic(tokenizer: Any, text: str, **options: Any) -> LLMatcher:
+        if text == "panic":
+            raise BaseException("as the library's panics are")
+        return LLMatcher(tokenizer, text, **options)
+
+    monkeypatch.setattr("octavo_worker.grammar.LLMatcher", compile_or_panic)
+    states = [letters.begin(text) for text in ("panic", YES_NO + "  ")]
+    pending = letters.start(np.arange(2), states, [np.zeros(0, np.int32)] * 2)
+    assert pending.collect(no_news) == {0: "the grammar failed: BaseException while it was compiled"}
+    assert ids_to_letters(ids_of(pending.masks[1])) == "ny"
+
+
+def test_a_step_that_waits_tells_of_each_grammar_that_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of three goes on only when the wait has told of the first two."""
+    engine, told = GrammarEngine(letter_tokenizer()), threading.Event()
+
+    def compile_slowly(tokenizer: Any, text: str, **options: Any) -> LLMatcher:
+        if text == 'start: "c"':
+            assert told.wait(30)
+        return LLMatcher(tokenizer, text, **options)
+
+    monkeypatch.setattr("octavo_worker.grammar.LLMatcher", compile_slowly)
+    monkeypatch.setattr("octavo_worker.grammar._LOOK_S", 0.01)
+    begun = threading.Event()
+    engine._compiler.submit(begun.wait)
+    states = [engine.begin(f'start: "{letter}"') for letter in "abc"]
+    pending = engine.start(np.arange(3), states, [np.zeros(0, np.int32)] * 3)
+
+    def num_compiled() -> int:
+        count = pending.num_compiled()
+        begun.set()
+        return count
+
+    assert dataclasses.replace(pending, num_compiled=num_compiled).collect(told.set) == {}
+    assert told.is_set()
+    assert [ids_to_letters(ids_of(mask)) for mask in pending.masks] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("token_id", [96, 1 << 20, (1 << 31) - 1])
@@ -136,7 +185,7 @@ def test_of_the_default_model() -> None:
     engine, encoder = GrammarEngine(tokenizer), Tokenizer.from_str(tokenizer.tokenizer_json.decode())
     assert engine.num_words == 49152 // 32
     capitals = engine.start(np.arange(1), [engine.begin("start: /[A-Z]/")], [np.zeros(0, np.int32)])
-    assert capitals.collect() == {}
+    assert capitals.collect(no_news) == {}
     assert ids_of(capitals.masks[0]) == sorted(encoder.token_to_id(chr(65 + index)) for index in range(26))
     schema = {"type": "object", "properties": {"name": {"type": "string"}, "kind": {"enum": ["mountain", "mouse"]}}}
     schema |= {"required": ["name", "kind"], "additionalProperties": False}
@@ -145,7 +194,7 @@ def test_of_the_default_model() -> None:
     state = engine.begin(grammar)
     for count in range(len(text) + 1):
         both = engine.start(np.arange(2), [state, engine.begin(grammar)], [text[:count]] * 2)
-        assert both.collect() == {}
+        assert both.collect(no_news) == {}
         assert ids_of(both.masks[0]) == ids_of(both.masks[1])
         assert count == len(text) or text[count] in ids_of(both.masks[0])
     assert ids_of(both.masks[0]) == list(tokenizer.defaults.eos_token_ids)

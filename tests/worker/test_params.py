@@ -47,6 +47,15 @@ NAN, INF = float("nan"), float("inf")
             {"suppressed_token_ids": [1, 2], "allowed_token_ids": [2], "min_token_count": 1},
             "suppressed_token_ids leaves no token to sample of those that are allowed",
         ),
+        (
+            {
+                "suppressed_token_ids": list(range(50)),
+                "bad_word_token_ids": list(range(40, 96)),
+                "bad_word_lengths": [1] * 56,
+                "min_token_count": 1,
+            },
+            "suppressed_token_ids leaves no token to sample of those that are allowed",
+        ),
         ({"candidate_count": 2, "presence_penalty": 1.0}, "presence_penalty cannot be combined"),
         ({"candidate_count": 2, "frequency_penalty": 1.0}, "frequency_penalty cannot be combined"),
         ({"candidate_count": 2, "repetition_penalty": 1.1}, "repetition_penalty cannot be combined"),
@@ -85,6 +94,7 @@ def test_grammars_are_refused_where_there_are_none() -> None:
         {"allowed_token_ids": [0, 95, 95], "bad_word_token_ids": [0, 1, 95, 95], "bad_word_lengths": [1, 3]},
         {"suppressed_token_ids": [1, 2], "allowed_token_ids": [2], "min_token_count": 1, "grammar": "start: /x/"},
         {"suppressed_token_ids": [1, 2], "allowed_token_ids": [2]},
+        {"bad_word_token_ids": list(range(95)), "bad_word_lengths": [1] * 95},
     ],
 )
 def test_offered_params(values: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ class Executor:
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.decoder, self.pool, self.backend = decoder, pool, backend
-        self._processors = LogitProcessors(decoder.num_sampled, grammars)
+        self._processors = LogitProcessors(decoder.num_sampled, grammars, on_progress)
         self._max_batched_tokens = max_batched_tokens
         self._on_progress = on_progress
         self.reset()

@@ -9,7 +9,7 @@ holding the interpreter: `GrammarEngine.start` is called before the forward pass
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -23,6 +23,8 @@ from octavo_worker.tokenizer import TokenizerBundle
 # Compiled grammars that are kept for the next request with the same text.
 _NUM_COMPILED = 16
 _MESSAGE_LENGTH = 500
+# How often it is looked whether compiling got on, while a step waits for it.
+_LOOK_S = 1.0
 # A lexer's state takes about 2 kB: at most 200 MB for one grammar. Messages go to clients: without parser internals.
 _LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
 
@@ -58,16 +60,28 @@ class SequenceGrammar:
 class PendingMasks:
     """Masks that are being computed.
 
-    rows: (n,) the sequences' rows in the table; masks: (n, words) uint32, not to be read before `collect`.
+    rows: (n,) the sequences' rows in the table; masks: (n, words) uint32, not to be read before `collect`;
+    num_compiled: how many grammars were compiled so far.
     """
 
     rows: IntArray
     masks: MaskArray
     problems: Future[dict[int, str]]
+    num_compiled: Callable[[], int]
 
-    def collect(self) -> dict[int, str]:
-        """Waits for the masks. Returns index in `rows` to what went wrong, for people; those masks mean nothing."""
-        return self.problems.result()
+    def collect(self, on_progress: Callable[[], None]) -> dict[int, str]:
+        """Waits for the masks. Returns index in `rows` to what went wrong, for people; those masks mean nothing.
+
+        on_progress: called now and then while grammars get compiled. A queue of them may take longer than a step that
+        hangs is given, each by itself does not.
+        """
+        num_compiled = self.num_compiled()
+        while True:
+            try:
+                return self.problems.result(_LOOK_S)
+            except TimeoutError:
+                if num_compiled != (num_compiled := self.num_compiled()):
+                    on_progress()
 
 
 class GrammarEngine:
@@ -93,6 +107,7 @@ class GrammarEngine:
         self._end_mask = packed(ends, self.num_words)
         self._executor = LLExecutor(num_threads=num_threads)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._num_compiled = 0
         # Two threads: masks of running sequences wait for a grammar that another one brings only where it samples.
         self._compiler = ThreadPoolExecutor(1, "grammar-compiler")
         self._masker = ThreadPoolExecutor(1, "grammar-masks")
@@ -111,28 +126,36 @@ class GrammarEngine:
         unseen = [grammar.unseen(output) for grammar, output in zip(grammars, outputs, strict=True)]
         masks = np.zeros((len(grammars), self.num_words), np.uint32)
         masks[[grammar.has_ended for grammar in grammars]] = self._end_mask
-        return PendingMasks(rows, masks, self._masker.submit(self._fill, list(grammars), unseen, masks))
+        problems = self._masker.submit(self._fill, list(grammars), unseen, masks)
+        return PendingMasks(rows, masks, problems, lambda: self._num_compiled)
 
     def _fill(self, grammars: list[SequenceGrammar], unseen: list[list[int]], masks: MaskArray) -> dict[int, str]:
         """Consumes tokens and computes masks. Runs in the mask thread."""
-        matchers = [grammar.matcher.result() for grammar in grammars]
-        for matcher, token_ids in zip(matchers, unseen, strict=True):
+        problems: dict[int, str] = {}
+        matchers: dict[int, LLMatcher] = {}
+        for index, (grammar, token_ids) in enumerate(zip(grammars, unseen, strict=True)):
+            if (error := grammar.matcher.exception()) is not None:
+                problems[index] = f"the grammar failed: {type(error).__name__} while it was compiled"
+                continue
+            matcher = matchers[index] = grammar.matcher.result()
             if token_ids and not matcher.is_error():
                 matcher.consume_tokens(token_ids)
         sound = [
             (matcher, index)
-            for index, (matcher, grammar) in enumerate(zip(matchers, grammars, strict=True))
-            if not (grammar.has_ended or matcher.is_error())
+            for index, matcher in matchers.items()
+            if not (grammars[index].has_ended or matcher.is_error())
         ]
         if sound:
             self._executor.unsafe_compute_mask_ptr(sound, masks.ctypes.data, masks.strides[0], len(masks))
-        return {index: _message(matcher) for index, matcher in enumerate(matchers) if matcher.is_error()}
+        problems.update((index, _message(matcher)) for index, matcher in matchers.items() if matcher.is_error())
+        return problems
 
     def _compile(self, grammar: str) -> LLMatcher:
         """A matcher at the grammar's beginning. Runs in the compiler's thread."""
         known = self._compiled.get(grammar)
         if known is None:
             known = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+            self._num_compiled += 1
             self._compiled[grammar] = known
             while len(self._compiled) > _NUM_COMPILED:
                 self._compiled.popitem(last=False)

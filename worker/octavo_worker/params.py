@@ -69,10 +69,14 @@ def _bans_problem(params: pb.SequenceParams, num_sampled: int) -> str | None:
         return "params.suppressed_token_ids leaves no token to sample"
     ends = itertools.accumulate(lengths)
     banned = {params.bad_word_token_ids[end - 1] for end, length in zip(ends, lengths, strict=True) if length == 1}
-    allowed = set(params.allowed_token_ids) or set(range(num_sampled))
-    if not allowed - banned:
+    allowed = set(params.allowed_token_ids)
+
+    def leaves_none(left_out: set[int]) -> bool:
+        return not allowed - left_out if allowed else len(left_out) >= num_sampled
+
+    if leaves_none(banned):
         return "params.allowed_token_ids and params.bad_word_token_ids leave no token to sample"
-    if params.min_token_count and not params.grammar and not allowed - banned - suppressed:
+    if params.min_token_count and not params.grammar and leaves_none(banned | suppressed):
         return "params.suppressed_token_ids leaves no token to sample of those that are allowed"
     return None
 

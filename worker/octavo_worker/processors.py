@@ -8,6 +8,7 @@ sequence's tokens, so that it can be dropped and built again at any time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,10 +141,15 @@ class SequenceProcessors:
 
 
 class LogitProcessors:
-    """Prepares, bans and adjusts for one model. num_sampled: ids that may be sampled; grammars: None for none."""
+    """Prepares, bans and adjusts for one model. num_sampled: ids that may be sampled; grammars: None for none;
+    on_progress: called when grammars that a step waits for get on.
+    """
 
-    def __init__(self, num_sampled: int, grammars: GrammarEngine | None) -> None:
+    def __init__(
+        self, num_sampled: int, grammars: GrammarEngine | None, on_progress: Callable[[], None] = lambda: None
+    ) -> None:
         self._grammars = grammars
+        self._on_progress = on_progress
         self._num_words = num_words(num_sampled) if grammars is None else grammars.num_words
         self._valid = packed(range(num_sampled), self._num_words)
 
@@ -208,7 +214,7 @@ class LogitProcessors:
         has_grammar = params["has_grammar"][touched]
         if pending is not None:
             still = np.flatnonzero(np.isin(pending.rows, rows))
-            failed = pending.collect()
+            failed = pending.collect(self._on_progress)
             masks[has_grammar] &= pending.masks[still]
             for index, at in zip(still.tolist(), touched[has_grammar].tolist(), strict=True):
                 if index in failed:

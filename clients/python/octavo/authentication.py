@@ -35,7 +35,7 @@ METADATA_KEY: Final = "authorization"
 HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
 _SCHEME: Final = "bearer"
 _RELOAD_INTERVAL_S: Final = 1.0
-_Signature = tuple[int, int, int]
+_Signature = tuple[int, int, int, int]
 
 
 def bearer(secret: str) -> str:
@@ -72,10 +72,10 @@ class KeyRing:
         self._signature: _Signature | None = None
         self._looked_at = clock()
         if self._path is not None:
+            self._signature = _signature(self._path)  # before it is read: a change from now on is seen
             self._in_file = tuple(map(_digest, read_keys(self._path)))
             if not self._in_file:
                 raise ConfigError(f"api_key_file {path} holds no key; put at least one in, one a line")
-            self._signature = _signature(self._path)
 
     def __bool__(self) -> bool:
         """Whether callers need a key."""
@@ -214,9 +214,9 @@ def _digest(key: str) -> bytes:
 
 
 def _signature(path: Path) -> _Signature | None:
-    """What tells one content of a file from another; None where there is no file."""
+    """What tells one content of a file from another, and whether it may be read; None where there is no file."""
     try:
         stat = path.stat()
     except OSError:
         return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+    return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino

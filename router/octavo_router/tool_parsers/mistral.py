@@ -15,7 +15,9 @@ from octavo_router.tool_parsers.parser import ToolParser
 
 MARK, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
-_BEHIND_NAME = re.compile(r"\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_BEHIND_NAME = re.compile(r"\s*+(?:\[CALL_ID\]\s*+[A-Za-z0-9_-]*+\s*+)?+(?:\[ARGS\]\s*+)?+(?=\{)")
+# Of a call's name and all that stands before its arguments. More is content: it would be read again with every piece.
+_MAX_HEAD_LENGTH = 1024
 
 
 class MistralParser(ToolParser):
@@ -43,18 +45,19 @@ class MistralParser(ToolParser):
 
     def _named(self) -> bool:
         """A name and what stands between it and its arguments, all of it at once: it is short."""
-        name = _NAME.match(self._text)
+        head = self._text[:_MAX_HEAD_LENGTH]
+        name = _NAME.match(head)
         if name is None:
             self._abandon_call(self._start)
             return True
-        behind = _BEHIND_NAME.match(self._text, name.end())
+        behind = _BEHIND_NAME.match(head, name.end())
         if behind is not None:
             self._text = self._text[behind.end() :]
             self._begin_call(name.group())
             self._arguments = JsonValue()
             self._state = self._named_arguments
             return True
-        if _may_come(self._text[name.end() :]):
+        if len(head) < _MAX_HEAD_LENGTH and _may_come(head[name.end() :]):
             return False
         self._pending += name.group()
         self._text = self._text[name.end() :]

@@ -17,6 +17,9 @@ from typing import ClassVar
 
 from octavo_router.tool_parsers.json_call import WHITE_SPACE, JsonCall, Status
 
+# Characters that are read at once: each step copies what is behind it, which must not be all of a long text.
+_CHUNK_LENGTH = 4096
+
 
 @dataclass(slots=True)
 class CallPiece:
@@ -56,14 +59,16 @@ class ToolParser(ABC):
         self._follows_call = False
         self._has_content = False
         self._state: Callable[[], bool] = self._start
-        self._parsed = Parsed()
+        self._said: list[str] = []  # content that nobody has taken yet
+        self._pieces: list[CallPiece] = []
         self._json_call = JsonCall()
 
     def feed(self, text: str) -> Parsed:
         """Takes the next text. What cannot be told from the beginning of a call yet is held back."""
-        self._text += text
-        while self._text and self._state():
-            pass
+        for start in range(0, len(text), _CHUNK_LENGTH):
+            self._text += text[start : start + _CHUNK_LENGTH]
+            while self._text and self._state():
+                pass
         return self._take()
 
     def finish(self) -> Parsed:
@@ -95,21 +100,29 @@ class ToolParser(ABC):
         """Whether rest, with which the whole text ends right behind a call, is what there is of the format's markup."""
 
     def _content_until(self, mark: str, then: Callable[[], bool]) -> bool:
-        """A state: content up to a mark, which stays pending."""
+        """A state: content up to a mark, which stays pending, as does the white space before it."""
         text = self._text
         at = text.find(mark)
         if at >= 0:
-            content = text[:at].rstrip(WHITE_SPACE)
-            self._say(content)
-            self._pending = text[len(content) : at + len(mark)]
+            self._say_before_space(text[:at])
+            self._hold(mark)
             self._text = text[at + len(mark) :]
             self._state = then
             return True
         num_held = next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
-        content = text[: len(text) - num_held].rstrip(WHITE_SPACE)
-        self._say(content)
-        self._text = text[len(content) :]
+        end = len(text) - num_held
+        self._say_before_space(text[:end])
+        self._text = text[end:]
         return False
+
+    def _say_before_space(self, text: str) -> None:
+        """Text is content, but for the white space at its end, which is pending."""
+        content = text.rstrip(WHITE_SPACE)
+        if content:
+            self._hold(content)
+            self._say(self._pending)
+            self._pending = ""
+        self._hold(text[len(content) :])
 
     def _begin_json(self, after: Callable[[], bool], otherwise: Callable[[], bool], *, is_unmarked: bool) -> None:
         """Goes on with a call that is a JSON object. after: the state behind it; otherwise: the state where it turns
@@ -168,7 +181,7 @@ class ToolParser(ABC):
 
     def _begin_call(self, name: str) -> None:
         self._pending = ""
-        self._parsed.calls.append(CallPiece(self.num_calls, name))
+        self._pieces.append(CallPiece(self.num_calls, name))
         self.num_calls += 1
 
     def _say_arguments(self) -> None:
@@ -178,10 +191,9 @@ class ToolParser(ABC):
         """More characters of the last call's arguments."""
         if not arguments:
             return
-        calls = self._parsed.calls
-        if not calls or calls[-1].index != self.num_calls - 1:
-            calls.append(CallPiece(self.num_calls - 1))
-        calls[-1].arguments += arguments
+        if not self._pieces or self._pieces[-1].index != self.num_calls - 1:
+            self._pieces.append(CallPiece(self.num_calls - 1))
+        self._pieces[-1].arguments += arguments
 
     def _abandon_call(self, state: Callable[[], bool]) -> None:
         """What was pending is content."""
@@ -195,7 +207,7 @@ class ToolParser(ABC):
         if content:
             self._follows_call = False
             self._has_content = True
-            self._parsed.content += content
+            self._said.append(content)
 
     def _skip_space(self) -> bool:
         """Makes white space at the front pending. Returns whether something stands behind it."""
@@ -203,10 +215,19 @@ class ToolParser(ABC):
 
     def _skip(self, characters: str) -> bool:
         rest = self._text.lstrip(characters)
-        self._pending += self._text[: len(self._text) - len(rest)]
+        self._hold(self._text[: len(self._text) - len(rest)])
         self._text = rest
         return bool(rest)
 
+    def _hold(self, text: str) -> None:
+        """Text is pending. CPython appends in place to a text that only one local variable has, so that much of it
+        in small pieces is not copied with each.
+        """
+        pending, self._pending = self._pending, ""
+        pending += text
+        self._pending = pending
+
     def _take(self) -> Parsed:
-        parsed, self._parsed = self._parsed, Parsed()
+        parsed = Parsed("".join(self._said), self._pieces)
+        self._said, self._pieces = [], []
         return parsed

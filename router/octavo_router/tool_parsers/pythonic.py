@@ -9,12 +9,16 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Set
 from typing import Any
 
 from octavo_router.tool_parsers.parser import ToolParser
 
 START, END = "<|python_start|>", "<|python_end|>"
+# Most characters of a call outside its strings: Python takes a second for a few hundred thousand of them. A call with
+# more is content.
+MAX_SOURCE_LENGTH = 64 << 10
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 _IN_STRING = {quote: re.compile(rf"[^{quote}\\]*") for quote in "'\""}
 _OUTSIDE = re.compile(r"[^'\"()\[\]{}]*")
@@ -69,9 +73,9 @@ class PythonicParser(ToolParser):
         if not self._skip_space():
             return False
         name = _NAME.match(self._text)
-        if name is not None and name.end() == len(self._text):
+        if name is not None and name.end() == len(self._text) and self._may_be_tool(name.group()):
             return False
-        if name is None or self._text[name.end()] != "(" or name.group() not in self._tool_names:
+        if name is None or name.group() not in self._tool_names or not self._text.startswith("(", name.end()):
             self._abandon_call(self._content)
             return True
         self._name = name.group()
@@ -82,15 +86,19 @@ class PythonicParser(ToolParser):
         self._state = self._arguments
         return True
 
+    def _may_be_tool(self, beginning: str) -> bool:
+        return any(name.startswith(beginning) for name in self._tool_names)
+
     def _arguments(self) -> bool:
         end = self._span.feed(self._text)
         self._call_parts.append(self._text[:end])
         self._text = self._text[end:]
-        if not self._span.is_done:
+        is_too_long = self._span.num_outside > MAX_SOURCE_LENGTH
+        if not self._span.is_done and not is_too_long:
             return False
         source = "".join(self._call_parts)
         self._call_parts = []
-        arguments = _json_arguments(source)
+        arguments = None if is_too_long else _json_arguments(source)
         if arguments is None:
             self._pending += source
             self._abandon_call(self._content)
@@ -135,12 +143,16 @@ class PythonicParser(ToolParser):
 
 
 class _CallSpan:
-    """Finds the end of `(...)` in Python source that arrives in pieces, by its quotes and brackets."""
+    """Finds the end of `(...)` in Python source that arrives in pieces, by its quotes and brackets.
 
-    __slots__ = ("_depth", "_is_escaped", "_quote", "is_done")
+    num_outside: characters outside its strings so far, quotes among them.
+    """
+
+    __slots__ = ("_depth", "_is_escaped", "_quote", "is_done", "num_outside")
 
     def __init__(self) -> None:
         self.is_done = False
+        self.num_outside = 0
         self._depth = 0
         self._quote = ""
         self._is_escaped = False
@@ -155,6 +167,7 @@ class _CallSpan:
                 continue
             match = (_IN_STRING[self._quote] if self._quote else _OUTSIDE).match(text, end)
             assert match is not None
+            self.num_outside += 0 if self._quote else match.end() - end
             end = match.end()
             if end < len(text):
                 self._take(text[end])
@@ -162,6 +175,7 @@ class _CallSpan:
         return end
 
     def _take(self, character: str) -> None:
+        self.num_outside += character != "\\"
         if character == "\\":
             self._is_escaped = bool(self._quote)
         elif character == self._quote:
@@ -176,7 +190,10 @@ class _CallSpan:
 def _json_arguments(source: str) -> str | None:
     """The keyword arguments of `(a=1, b="x")` as a JSON object; None for what is not that."""
     try:
-        call = ast.parse(f"f{source}", mode="eval").body
+        with warnings.catch_warnings():
+            # Python would warn in the log of what the model wrote, such as "\d".
+            warnings.simplefilter("ignore")
+            call = ast.parse(f"f{source}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             return None
         arguments = {str(keyword.arg): _json_value(ast.literal_eval(keyword.value)) for keyword in call.keywords}

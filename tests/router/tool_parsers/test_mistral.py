@@ -46,6 +46,7 @@ def test_says(text: str, expected: Reading) -> None:
         "[TOOL_CALLS]get_weather",
         "[TOOL_CALLS]get_weather of Paris",
         "[TOOL_CALLS]get_weather[ARGS",
+        "[TOOL_CALLS]get_weather[ARGS]" + " " * 1024 + '{"city": "Paris"}',
         "[TOOL_CALLS]get_weather[CALL_ID]x[ARGS] Paris",
         ITEM,
     ],

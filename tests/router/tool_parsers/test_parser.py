@@ -58,6 +58,29 @@ def test_long_answers_take_linear_time(name: str) -> None:
     assert len(arguments) > 400_000
 
 
+_MANY = 30_000
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [" " * 64] * _MANY,
+        ["<tool_call>", *[" " * 64] * _MANY],
+        ["<tool_call>" * _MANY],
+        ["[TOOL_CALLS]", *["name" * 4] * _MANY],
+        ["[TOOL_CALLS]f[CALL_ID]" + " " * 16 * _MANY],
+        ["[TOOL_CALLS]" * _MANY],
+        ["[", *["name" * 4] * _MANY],
+        ["[f(" + "a=1," * _MANY + ")]"],
+    ],
+    ids=["blanks", "blanks in a call", "marks", "a name", "blanks behind an id", "other marks", "a word", "arguments"],
+)
+def test_answers_that_are_no_calls_take_linear_time(name: str, pieces: list[str]) -> None:
+    """A caller can make a model write such. A quadratic parser would take minutes for each."""
+    assert read(PARSERS[name], pieces) == ("".join(pieces), [])
+
+
 @pytest.mark.parametrize(
     ("source", "name"),
     [

@@ -51,6 +51,7 @@ def test_says(text: str, expected: Reading) -> None:
         "[f(a='x\ny')]",
         "[f(a='\\ud800')]",
         "[f(a=" + "(" * 300 + "1" + ")" * 300 + ")]",
+        "[f(a=[" + "1," * 40_000 + "])]",
         "<|python_start|>now()<|python_end|>",
         "Look: [now()]",
     ],
@@ -62,3 +63,8 @@ def test_what_is_no_call_is_content_to_the_last_character(text: str) -> None:
 def test_arguments_are_json() -> None:
     _, ((_, arguments),) = read(PythonicParser, "[f(a='\\t\"', b=0x10)]")
     assert json.loads(arguments) == {"a": '\t"', "b": 16}
+
+
+def test_python_says_nothing_of_what_a_model_writes() -> None:
+    """An escape that is none is a warning, which would be the end of the call here and in a log elsewhere."""
+    assert read(PythonicParser, r"[f(a='\d+')]") == ("", [("f", r'{"a": "\\d+"}')])
