@@ -92,6 +92,7 @@ class GrammarCompiler:
     def __init__(self, files: TokenizerFiles) -> None:
         self._files = files
         self._process: asyncio.subprocess.Process | None = None
+        self._no_grammars_reason = ""  # what is wrong with the tokenizer, once it is known
         self._lock = asyncio.Lock()
         self._compiling: dict[Source, asyncio.Task[_Compiled]] = {}
         self._remembered: OrderedDict[Source, _Compiled] = OrderedDict()
@@ -163,6 +164,7 @@ class GrammarCompiler:
 
     async def _start(self) -> asyncio.subprocess.Process:
         """Starts the process and hands it the tokenizer."""
+        self._check_tokenizer()
         pipe = asyncio.subprocess.PIPE
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -188,10 +190,16 @@ class GrammarCompiler:
             raise
         if reason := answer.get("error"):
             await self._end()
-            raise UnsupportedError(
-                f"grammars are not offered with this model's tokenizer: {reason}", field="sampling.grammar"
-            )
+            self._no_grammars_reason = reason
+            self._check_tokenizer()
         return self._process
+
+    def _check_tokenizer(self) -> None:
+        if self._no_grammars_reason:
+            raise UnsupportedError(
+                f"grammars are not offered with this model's tokenizer: {self._no_grammars_reason}",
+                field="sampling.grammar",
+            )
 
     async def _end(self, *, has_ended: bool = False) -> int:
         """Ends the process, if there is one. Returns its exit code, negative for a signal; 0 where there is none.

@@ -380,4 +380,4 @@ async def _before(deadline: float | None, work: Awaitable[T]) -> T:
         async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
             return await work
     except TimeoutError:
-        raise DeadlineError("the deadline passed before the prompt was read") from None
+        raise DeadlineError("the deadline passed before the request was read") from None

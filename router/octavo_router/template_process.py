@@ -34,7 +34,7 @@ MAX_PROMPT_LENGTH: Final = 16 << 20
 
 TIMEOUT_S: Final = 2.0
 MEMORY_BYTES: Final = 768 << 20
-MAX_CPU_S: Final = 10.0
+MAX_CPU_S: Final = 4.0
 """Ends a child whose router was killed and cannot end it. Above TIMEOUT_S, which a living router keeps."""
 
 _START_TIMEOUT_S: Final = 20.0

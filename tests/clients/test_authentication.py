@@ -73,7 +73,8 @@ def test_every_key_is_compared_whichever_is_sent(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_key_file_has_comments_and_empty_lines(file: Callable[[str], Path]) -> None:
-    assert read_keys(file("# team one\nalpha\n\n  beta  # until May\n#gamma\n")) == ["alpha", "beta"]
+    text = "# team one\nalpha\n\n  beta  # until May\n#gamma\n  # delta\nwith#in\n"
+    assert read_keys(file(text)) == ["alpha", "beta", "with#in"]
 
 
 @pytest.mark.parametrize("content", ["alpha beta", "al,pha", "schlüssel", "tab\tkey"])

@@ -46,6 +46,7 @@ def test_serving_is_what_the_health_service_says(router: FakeRouter) -> None:
         ({}, {}, ()),
         ({"api_key": "mine"}, {}, (("authorization", "Bearer mine"),)),
         ({}, {"OCTAVO_API_KEY": "first,second"}, (("authorization", "Bearer first"),)),
+        ({}, {"OCTAVO_API_KEY": ",second"}, (("authorization", "Bearer second"),)),
         ({"api_key": "mine"}, {"OCTAVO_API_KEY": "first"}, (("authorization", "Bearer mine"),)),
         ({"api_key": ""}, {"OCTAVO_API_KEY": "first"}, ()),
     ],
@@ -56,6 +57,12 @@ def test_the_key_is_the_one_given_or_the_environments(
     access = Access.of(options, environ)
     assert access.metadata == sent
     assert "mine" not in repr(access)
+
+
+def test_a_key_in_the_environment_that_can_be_none() -> None:
+    with pytest.raises(ConfigError, match="OCTAVO_API_KEY must be printable ASCII") as caught:
+        Access.of({}, {"OCTAVO_API_KEY": "hush\n"})
+    assert "hush" not in caught.value.message
 
 
 def test_every_call_carries_the_key(router: FakeRouter) -> None:

@@ -39,6 +39,15 @@ def test_files_that_fit(files: Certificates) -> None:
     assert mutual.authorities == files.authority.read_bytes()
 
 
+def test_authorities_with_their_names_between_them(files: Certificates) -> None:
+    bundle = files.authority.parent / "bundle"
+    bundle.write_bytes("# Müller & Söhne\n".encode() + files.authority.read_bytes())
+    assert load_authorities("root_certificates", bundle) == bundle.read_bytes()
+    context = server_context(router(files, ssl_ca_certs=bundle, ssl_cert_reqs=2))
+    assert context is not None
+    assert context.cert_store_stats()["x509_ca"] == 1
+
+
 def test_a_key_is_in_no_repr(files: Certificates) -> None:
     identity = server_identity(router(files))
     assert "PRIVATE" not in repr(identity)

@@ -173,10 +173,10 @@ def test_messages_are_bounded(letters: GrammarEngine) -> None:
 
 def test_compiled_grammars_are_kept_and_their_number_is_bounded() -> None:
     engine = GrammarEngine(letter_tokenizer())
-    for index in (*range(40), 39, 38):
+    for index in (*range(90), 89, 88):
         assert allowed(engine, (engine.begin(f'start: "{index}"'), letters_to_ids(str(index)))) == ["$$"]
-    assert len(engine._compiled) == 16
-    assert [*engine._compiled][-2:] == ['start: "39"', 'start: "38"']
+    assert len(engine._compiled) == 64
+    assert [*engine._compiled][-2:] == ['start: "89"', 'start: "88"']
 
 
 def test_of_the_default_model() -> None:

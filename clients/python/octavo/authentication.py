@@ -12,6 +12,7 @@ import hmac
 import ipaddress
 import logging
 import os
+import re
 import secrets
 import tempfile
 import time
@@ -35,6 +36,7 @@ METADATA_KEY: Final = "authorization"
 HEALTH_PREFIX: Final = "/grpc.health.v1.Health/"
 _SCHEME: Final = "bearer"
 _RELOAD_INTERVAL_S: Final = 1.0
+_COMMENT = re.compile(r"(?:^|\s)#")
 _Signature = tuple[int, int, int, int]
 
 
@@ -56,7 +58,8 @@ def is_loopback(host: str) -> bool:
 class KeyRing:
     """The keys that are good: given ones, and those in a file.
 
-    The file has one key a line; empty lines and what follows a # are left out. It is looked at once a second at most,
+    The file has one key a line; empty lines and comments, from a # at the beginning of a line or behind a blank on,
+    are left out. It is looked at once a second at most,
     when somebody calls, and read again when it has changed: its keys at that moment are good, others are not any more.
     A file that has become unreadable leaves the keys as they were, with an error in the log.
     """
@@ -117,7 +120,7 @@ def read_keys(path: Path) -> list[str]:
         raise ConfigError(f"api_key_file {path} cannot be read: {reason}") from None
     keys = []
     for number, line in enumerate(lines, start=1):
-        if key := line.partition("#")[0].strip():
+        if key := _COMMENT.split(line, maxsplit=1)[0].strip():
             check_secret(f"line {number} of api_key_file {path}", key)
             keys.append(key)
     return keys

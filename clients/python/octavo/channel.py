@@ -54,11 +54,11 @@ class Access:
         """Raises ConfigError for a key that can be none, a file that cannot be used, or files without their other
         half.
         """
-        key = options.get("api_key")
+        key, source = options.get("api_key"), "api_key"
         if key is None:
-            key = environ.get(API_KEY_VARIABLE, "").split(",")[0]
-        elif key:
-            check_secret("api_key", key)
+            key, source = next(filter(None, environ.get(API_KEY_VARIABLE, "").split(",")), ""), API_KEY_VARIABLE
+        if key:
+            check_secret(source, key)
         return cls(((METADATA_KEY, bearer(key)),) if key else (), _credentials(options))
 
     def channel(self, address: str) -> grpc.Channel:

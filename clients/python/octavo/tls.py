@@ -75,7 +75,7 @@ def server_context(config: RouterConfig) -> ssl.SSLContext | None:
     context.set_alpn_protocols(["http/1.1"])
     context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
     if identity.authorities is not None:
-        context.load_verify_locations(cadata=identity.authorities.decode("ascii"))
+        context.load_verify_locations(cadata=_without_remarks(identity.authorities))
         context.verify_mode = ssl.CERT_REQUIRED
     return context
 
@@ -97,10 +97,15 @@ def load_authorities(name: str, path: StrPath) -> bytes:
     """The PEM file of trusted certificates. Raises ConfigError where it cannot be read or holds none."""
     data = _read(name, path)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=data.decode("ascii"))
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=_without_remarks(data))
     except (ssl.SSLError, ValueError):
         raise ConfigError(f"{name} {os.fspath(path)} holds no certificates in PEM format") from None
     return data
+
+
+def _without_remarks(pem: bytes) -> str:
+    """Certificates alone are ASCII; the owners' names that often stand between them need not be."""
+    return pem.decode("ascii", "ignore")
 
 
 def _read(name: str, path: StrPath) -> bytes:
