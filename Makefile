@@ -24,7 +24,7 @@ SERVED_BY := OCTAVO_PYTHON=$(abspath $(BIN)/python)
 ECOSYSTEM := -m pytest --confcutdir tests/ecosystem -o asyncio_default_test_loop_scope=session tests/ecosystem
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev serve test test-full test-ecosystem test-ecosystem-heavy simulate check format proto proto-clients bench bench-paging bench-prefix bench-structured up clean
+.PHONY: help setup setup-dev serve test test-full test-ecosystem test-ecosystem-heavy simulate check format proto proto-clients bench bench-paging bench-prefix bench-structured bench-router bench-scale up clean
 
 help: ## Shows the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -90,6 +90,12 @@ bench-prefix: $(VENV)/.runtime ## Measures the time to the first token behind a 
 
 bench-structured: $(VENV)/.runtime ## Measures what a JSON schema costs in throughput.
 	$(BIN)/python benchmarks/bench_structured.py $(ARGS)
+
+bench-router: $(VENV)/.runtime ## Measures the router alone, against a worker that answers at once.
+	$(BIN)/python benchmarks/bench_router.py $(ARGS)
+
+bench-scale: $(VENV)/.runtime ## Measures how times grow with waiting requests, with the context and with the batch.
+	$(BIN)/python benchmarks/bench_scale.py $(ARGS)
 
 up: ## Builds the images and starts router and worker in containers.
 	@if docker compose version >/dev/null 2>&1; then docker compose up --build $(ARGS); else docker-compose up --build $(ARGS); fi

@@ -1,4 +1,5 @@
-"""Native CPU kernels against torch on the shapes of SmolLM2-135M: linear layers of one step, and attention.
+"""Native CPU kernels against torch on the shapes of SmolLM2-135M: linear layers of one step, and attention. And the
+8-bit layers against the plain ones.
 
 Peers run in turns, so that a neighbour on the machine disturbs both alike; read the ratios. Torch's attention gets
 dense, contiguous K and V, without paging. Run with `python benchmarks/bench_kernels.py --help` for its options.
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from octavo_kernels import AttentionBatch, KVLayout
-from octavo_kernels.cpu.backend import CpuBackend
+from octavo_kernels.cpu.backend import CpuBackend, CpuLinear
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, VOCAB, LAYERS = 576, 9, 3, 64, 1536, 49152, 30
 # (out_features, in_features): queries, keys and values; output; gate and up; down.
@@ -68,6 +69,31 @@ def bench_linear(backend: CpuBackend, dtype: torch.dtype, rounds: int) -> None:
         report(f"linear, {rows} rows", *in_turns([native, peer], rounds))
 
 
+def bench_int8(backend: CpuBackend, dtype: torch.dtype, rounds: int) -> None:
+    """The same layers in 8 bits, as a decoder makes them: scales for groups of 64 activations in output and down."""
+    weights = [torch.randn(shape) * 0.02 for shape in LAYER_SHAPES]
+    groups = (None, 64, None, 64)
+    head = torch.randn(VOCAB, HIDDEN) * 0.02
+    plain = [backend.linear(weight.to(dtype)) for _ in range(LAYERS) for weight in weights]
+    int8 = [
+        backend.int8_linear(weight, dtype=dtype, group=group)
+        for _ in range(LAYERS)
+        for weight, group in zip(weights, groups, strict=True)
+    ]
+    heads = backend.int8_linear(head, dtype=dtype), backend.linear(head.to(dtype))
+    for rows in ROWS:
+        inputs = {n: torch.randn(rows, n).to(dtype) for n in (HIDDEN, INTERMEDIATE)}
+
+        def step(layers: list[CpuLinear], head: CpuLinear, inputs: dict[int, Tensor] = inputs) -> None:
+            for layer in layers:
+                layer(inputs[layer.in_features])
+            if len(inputs[HIDDEN]) < 512:
+                head(inputs[HIDDEN])
+
+        peers: list[Callable[[], object]] = [lambda: step(int8, heads[0]), lambda: step(plain, heads[1])]
+        report(f"linear, {rows} rows", *in_turns(peers, rounds))
+
+
 def bench_attention(backend: CpuBackend, dtype: torch.dtype, rounds: int) -> None:
     """One layer's attention over scattered blocks, averaged over several layers so that caches stay honest."""
     for sequences, context, queries in ATTENTION:
@@ -114,6 +140,8 @@ def main() -> None:
     print("| work | native, ms | torch, ms | torch / native |\n|---|---|---|---|")
     bench_linear(backend, dtype, options.rounds)
     bench_attention(backend, dtype, options.rounds)
+    print(f"\n| work | int8, ms | {options.dtype}, ms | {options.dtype} / int8 |\n|---|---|---|---|")
+    bench_int8(backend, dtype, options.rounds)
 
 
 if __name__ == "__main__":

@@ -408,6 +408,7 @@ def main() -> int:
     settings = {
         "model": str(args.model or installed_model()),
         "dtype": args.dtype,
+        "quantization": "none",
         "num_threads": args.threads,
         "block_size": BLOCK_SIZE,
         "max_model_len": MAX_MODEL_LEN,

@@ -78,6 +78,7 @@ def main() -> int:
     settings = {
         "model": str(args.model or installed_model()),
         "dtype": args.dtype,
+        "quantization": "none",
         "num_threads": args.threads,
         "block_size": BLOCK_SIZE,
         "num_device_blocks": NUM_DEVICE_BLOCKS,

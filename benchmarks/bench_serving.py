@@ -213,6 +213,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--peer-python", type=Path, required=True, help="Python of an environment with transformers")
     parser.add_argument("--model", type=Path, default=None, help="a GGUF file or a folder; unset: the default model")
     parser.add_argument("--dtype", default="bfloat16", help="data type of both sides")
+    parser.add_argument(
+        "--quantization", default="none", help="Octavo's; auto is what a quantized file is served with by default"
+    )
     parser.add_argument("--threads", type=int, default=2, help="compute threads of each side")
     parser.add_argument("--rounds", type=int, default=3, help="measured turns of each side")
     parser.add_argument("--only", metavar="TEXT", default="", help="only the workloads whose name has this text")
@@ -230,7 +233,8 @@ def main() -> int:
     print(f"loading {model.name} on both sides", flush=True)
     peer = PeerSide(args.peer_python, model, args.dtype, args.threads)
     try:
-        octavo = OctavoSide({"model": str(model), "dtype": args.dtype, "num_threads": args.threads})
+        settings = {"dtype": args.dtype, "quantization": args.quantization, "num_threads": args.threads}
+        octavo = OctavoSide({"model": str(model), **settings})
     except BaseException:
         peer.close()
         raise

@@ -106,7 +106,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    settings = {"model": str(args.model or installed_model()), "dtype": args.dtype, "num_threads": args.threads}
+    settings = {"model": str(args.model or installed_model()), "dtype": args.dtype}
+    settings |= {"quantization": "none", "num_threads": args.threads}
     rng = random.Random(args.batch)
     rounds: list[dict[str, float]] = []
     with Served(settings) as served:

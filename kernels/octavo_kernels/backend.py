@@ -115,6 +115,7 @@ class Backend(Protocol):
     name: str
     device: torch.device
     row_invariant: bool
+    has_fast_int8: bool  # whether an `int8_linear` is faster than a `linear` of bfloat16
 
     def describe(self) -> str:
         """The backend, where and how it computes and on how many threads, for people: "cpu (avx2, 4 threads)"."""
@@ -122,6 +123,24 @@ class Backend(Protocol):
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Prepares a linear layer. weight: (out_features, in_features); bias: (out_features,) or None."""
+        ...
+
+    def int8_linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype, group: int | None = None
+    ) -> Linear:
+        """Prepares a linear layer of 8-bit weights that quantizes its activations to 8 bits as it is called.
+
+        weight: (out_features, in_features) of a float dtype, at most 131,072 in_features a group; bias: (out_features,)
+        or None; dtype: of the activations; group: how many neighbouring activations of a row share a scale, a multiple
+        of 64 (the last group may be shorter), or None for the whole row.
+
+        Weights have one scale an output, activations one a row and group: the largest magnitude over 127. Values are
+        divided by it and rounded to nearest even (Dettmers et al., LLM.int8(), section 2, "row-wise"). What is below
+        2^-100 altogether becomes 0, and what holds a NaN or an infinity becomes NaN altogether. An output is the sum of
+        its groups, first to last, fused multiply-adds in fp32 of the activations' scale and the group's dot product,
+        which is an exact integer rounded to fp32 once; times the weights' scale; plus bias; plus residual. Each of
+        these steps rounds in fp32.
+        """
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -54,11 +54,71 @@ class ReferenceLinear:
         return out.to(x.dtype)
 
 
+class ReferenceInt8Linear:
+    """The arithmetic of `Backend.int8_linear`, integers held exactly in float64."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, group: int | None) -> None:
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            raise InvalidArgumentError(
+                f"weight has shape {tuple(weight.shape)} and bias {None if bias is None else tuple(bias.shape)}; "
+                "(out_features, in_features) and (out_features,) are needed"
+            )
+        if group is not None and (group < 64 or group % 64 != 0):
+            raise InvalidArgumentError(f"group is {group}; it must be a multiple of 64")
+        self.out_features, self.in_features = weight.shape
+        self._dtype, self._group = dtype, group or self.in_features
+        integers, scales = quantize_rows(weight.to(torch.float32), self.in_features)
+        self._weight, self._scales = integers.squeeze(1), scales.squeeze(1)
+        self._bias = None if bias is None else bias.to(torch.float32)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if x.dtype is not self._dtype or x.dim() != 2 or x.shape[1] != self.in_features:
+            raise InvalidArgumentError(
+                f"x has shape {tuple(x.shape)} and dtype {x.dtype}; "
+                f"(rows, {self.in_features}) of {self._dtype} is needed"
+            )
+        integers, scales = quantize_rows(x.to(torch.float32), self._group)
+        out = torch.zeros((x.shape[0], self.out_features), dtype=torch.float32, device=x.device)
+        for index, columns in enumerate(self._weight.split(self._group, dim=1)):
+            dots = integers[:, index, : columns.shape[1]] @ columns.T  # exact
+            scale = scales[:, index, None]
+            # Multiply-add fused: the product of two fp32 numbers is exact in float64.
+            out = (scale.double() * dots.float().double() + out.double()).float()
+        out = out * self._scales
+        if self._bias is not None:
+            out = out + self._bias
+        if residual is not None:
+            if residual.shape != out.shape or residual.dtype is not x.dtype:
+                raise InvalidArgumentError(
+                    f"residual has shape {tuple(residual.shape)} and dtype {residual.dtype}; "
+                    f"{tuple(out.shape)} of {x.dtype} is needed"
+                )
+            out = out + residual.float()
+        return out.to(x.dtype)
+
+
+def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """8-bit integers and scales of every group of each row, by the rules of `Backend.int8_linear`.
+
+    x: (rows, n) fp32. Returns (rows, groups, group) float64 with values in -127..127, zero behind n, and (rows, groups)
+    fp32.
+    """
+    groups = torch.nn.functional.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
+    magnitude = groups.abs().amax(dim=-1)
+    is_finite, is_zero = magnitude.isfinite(), magnitude < 2.0**-100
+    largest = torch.full_like(magnitude, 127.0)  # a number over a tensor would be a reciprocal and a product
+    scales = (magnitude / largest).masked_fill(is_zero, 0.0).masked_fill(~is_finite, float("nan"))
+    inverse = (largest / magnitude).masked_fill(is_zero | ~is_finite, 0.0)
+    integers = (groups * inverse.unsqueeze(-1)).round().masked_fill(~is_finite.unsqueeze(-1), 0.0)
+    return integers.double(), scales
+
+
 class ReferenceBackend:
     """See `octavo_kernels.backend.Backend` for the ops."""
 
     name = "reference"
     row_invariant = False
+    has_fast_int8 = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -71,6 +131,11 @@ class ReferenceBackend:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
         return ReferenceLinear(weight, bias)
+
+    def int8_linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype, group: int | None = None
+    ) -> ReferenceInt8Linear:
+        return ReferenceInt8Linear(weight, bias, dtype, group)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.shape != x.shape[-1:]:

@@ -82,6 +82,8 @@ class BlockManager:
 
     def extend(self, table: list[int], num_tokens: int) -> list[int]:
         """Appends free blocks to a table until it holds so many tokens; returns the appended ids."""
+        if num_tokens <= len(table) * self.block_size:
+            return []
         block_ids = self._allocate(self.num_missing(table, num_tokens))
         table += block_ids
         return block_ids

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from octavo_router.limits import Limits
@@ -17,12 +18,13 @@ from octavo_router.sequence import Sequence, SequenceGroup
 
 class Row(NamedTuple):
     """What a step computes of one sequence: num_tokens from position start on; samples: whether something is sampled,
-    or candidates are chosen, behind them."""
+    or candidates are chosen, behind them; is_prefill: they are not just the one that was sampled last."""
 
     sequence: Sequence
     start: int
     num_tokens: int
     samples: bool
+    is_prefill: bool
     new_block_ids: list[int]
 
 
@@ -82,7 +84,7 @@ class Draft:
 
     def plan(self, *, epoch: int, step_seq: int, releases: list[int], moves: Moves) -> StepPlan:
         """The plan, decodes first."""
-        rows = sorted(self.rows.values(), key=_is_prefill)
+        rows = self._decodes_first
         return StepPlan(
             epoch=epoch,
             step_seq=step_seq,
@@ -104,10 +106,10 @@ class Draft:
             step_seq,
             self.num_tokens,
             computed=[(row.sequence, row.start + row.num_tokens) for row in self.rows.values()],
-            sampled=[row.sequence for row in sorted(self.rows.values(), key=_is_prefill) if row.samples],
+            sampled=[row.sequence for row in self._decodes_first if row.samples],
             prompts=self.prompts,
         )
 
-
-def _is_prefill(row: Row) -> bool:
-    return row.num_tokens > 1 or row.start < len(row.sequence.prompt_token_ids)
+    @property
+    def _decodes_first(self) -> list[Row]:
+        return sorted(self.rows.values(), key=attrgetter("is_prefill"))

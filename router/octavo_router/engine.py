@@ -30,9 +30,10 @@ from octavo.v1 import admin_pb2
 from octavo.worker.v1 import worker_pb2
 from octavo_router import __version__, metrics, snapshot
 from octavo_router.admission import Admission, Waiting
+from octavo_router.fan_out import FanOut
 from octavo_router.metrics import Metrics
 from octavo_router.request import FinishReason, Request, Sampling
-from octavo_router.results import BeamsFinished, Event, PromptComputed, ProtocolError, RequestFailed, TokenSampled
+from octavo_router.results import BeamsFinished, Event, PromptComputed, ProtocolError, TokenSampled
 from octavo_router.sample import End
 from octavo_router.scheduler import Scheduler
 from octavo_router.served_model import ServedModel, limits_of
@@ -75,6 +76,7 @@ class Engine:
         )
         self._started_at = clock()
         self._deliveries: dict[int, Delivery] = {}
+        self._fan_out = FanOut()
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -219,7 +221,7 @@ class Engine:
         """Gives a request to the scheduler. Raises as `submit` does; the scheduler then has nothing of it."""
         group = self._scheduler.add(request, now=now)
         try:
-            return Delivery(group, self._tokenizer)
+            return Delivery(group, self._tokenizer, self._fan_out)
         except BaseException:
             self._scheduler.cancel(group)
             raise
@@ -442,21 +444,21 @@ class Engine:
             delivery = self._deliveries.get(group.arrival)
             if delivery is None:
                 continue  # it was cancelled after the result came
-            if isinstance(event, RequestFailed):
-                self._abandon(delivery, GenerationError(f"the request failed: {event.message}"), metrics.FINISH_ERROR)
-                continue
             try:
-                if isinstance(event, BeamsFinished):
+                if isinstance(event, TokenSampled):
+                    num_tokens += 1
+                    self._deliver_token(delivery, event, now)
+                elif isinstance(event, BeamsFinished):
                     num_tokens += self._deliver_beams(delivery, event, now)
                 elif isinstance(event, PromptComputed):
                     self._deliver_prompt(delivery, event, now)
                 else:
-                    num_tokens += 1
-                    self._deliver_token(delivery, event, now)
+                    error = GenerationError(f"the request failed: {event.message}")
+                    self._abandon(delivery, error, metrics.FINISH_ERROR)
             except Exception:
                 logger.exception("request %s failed on %s", group.request.request_id, type(event).__name__)
-                error = InternalError("the request failed in the router; this is a bug, see the router's log")
-                self._abandon(delivery, error, metrics.FINISH_ERROR)
+                bug = InternalError("the request failed in the router; this is a bug, see the router's log")
+                self._abandon(delivery, bug, metrics.FINISH_ERROR)
         self._metrics.tokens(num_tokens)
 
     def _deliver_token(self, delivery: Delivery, event: TokenSampled, now: float) -> None:

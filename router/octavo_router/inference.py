@@ -13,7 +13,8 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
 from octavo.errors import DeadlineError, ModelNotFoundError
@@ -274,7 +275,7 @@ class Inference:
             request_id=request_id,
             model=self.model_name,
             deltas=[_delta_message(delta) for delta in update.deltas],
-            usage=_usage_message(update.usage),
+            usage=None if update.usage is None else _usage_message(update.usage),
         )
         if calls is not None:
             for delta in response.deltas:
@@ -284,47 +285,24 @@ class Inference:
     async def _only_response(
         self, first: pb.GenerateResponse, stream: RequestStream, calls: CallReader | None
     ) -> pb.GenerateResponse:
-        """first with everything that comes joined to it, one delta a sample."""
-        echo_lengths = {delta.sample_index: len(delta.text) for delta in first.deltas}
-        joined = _JoinedDeltas(first.deltas)
-        async for update in stream:
-            joined.add(update.deltas)
-            if update.usage is not None:
-                first.MergeFrom(pb.GenerateResponse(usage=_usage_message(update.usage)))
+        """first with the only update joined to it, one delta a sample."""
+        echoes = {delta.sample_index: delta.text for delta in first.deltas}
+        update = await anext(stream)
         del first.deltas[:]
-        first.deltas.extend(joined.messages())
-        if calls is not None:
-            for delta in first.deltas:
-                calls.read(delta, start=echo_lengths.get(delta.sample_index, 0))
+        first.deltas.extend(_delta_message(delta) for delta in sorted(update.deltas, key=attrgetter("sample_index")))
+        if update.usage is not None:
+            first.usage.CopyFrom(_usage_message(update.usage))
+        for delta in first.deltas:
+            echo = echoes.get(delta.sample_index, "")
+            delta.text = echo + delta.text
+            if calls is not None:
+                calls.read(delta, start=len(echo))
         return first
 
 
 def new_request_id() -> str:
     """A request's name where the caller gave none."""
     return uuid.uuid4().hex
-
-
-class _JoinedDeltas:
-    """The deltas of a request joined to one a sample, in time linear in their length."""
-
-    def __init__(self, echoed: Iterable[pb.SampleDelta]) -> None:
-        self._texts: dict[int, list[str]] = {delta.sample_index: [delta.text] for delta in echoed}
-        self._deltas: dict[int, SampleDelta] = {}
-
-    def add(self, deltas: Iterable[SampleDelta]) -> None:
-        for delta in deltas:
-            self._texts.setdefault(delta.sample_index, []).append(delta.text)
-            joined = self._deltas.setdefault(delta.sample_index, SampleDelta(delta.sample_index))
-            joined.token_ids.extend(delta.token_ids)
-            joined.logprobs.extend(delta.logprobs)
-            joined.finish_reason = delta.finish_reason
-            joined.matched = delta.matched
-            joined.cumulative_logprob = delta.cumulative_logprob
-
-    def messages(self) -> list[pb.SampleDelta]:
-        for index, joined in self._deltas.items():
-            joined.text = "".join(self._texts[index])
-        return [_delta_message(self._deltas[index]) for index in sorted(self._deltas)]
 
 
 def _delta_message(delta: SampleDelta) -> pb.SampleDelta:
@@ -352,9 +330,7 @@ def _logprobs_message(entry: TokenLogprobs) -> pb.TokenLogprobs:
     )
 
 
-def _usage_message(usage: Usage | None) -> pb.Usage | None:
-    if usage is None:
-        return None
+def _usage_message(usage: Usage) -> pb.Usage:
     return pb.Usage(
         prompt_token_count=usage.prompt_tokens,
         completion_token_count=usage.completion_tokens,

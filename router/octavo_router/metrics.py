@@ -51,6 +51,9 @@ _TOKEN_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2,
 _REQUEST_S = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800)
 _QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 _STEP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+_TURNAROUND_S = (
+    0.0001, 0.0002, 0.0003, 0.0005, 0.0007, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5,
+)  # fmt: skip
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -112,6 +115,9 @@ class Metrics:
         self._queue = self._histogram("octavo_queue_time_seconds", "From arrival to the first plan.", _QUEUE_S)
         self._step = self._histogram("octavo_step_duration_seconds", "Time the executor took for a step.", _STEP_S)
         self._step_tokens = self._histogram("octavo_step_tokens", "Tokens that a step computed.", _STEP_TOKENS)
+        self._turnaround = self._histogram(
+            "octavo_plan_turnaround_seconds", "From a step's result to the next plan on its way.", _TURNAROUND_S
+        )
         for reason in FINISH_REASONS:
             self._finished.labels(reason)
         for reason in REFUSAL_REASONS:
@@ -185,6 +191,10 @@ class Metrics:
         self._step.observe(duration_s)
         self._step_tokens.observe(num_tokens)
         self._worker_idle.inc(idle_s)
+
+    def turnaround(self, seconds: float) -> None:
+        """So long after a step's result the next plan was on its way."""
+        self._turnaround.observe(seconds)
 
     def session_lost(self) -> None:
         """The worker was lost."""

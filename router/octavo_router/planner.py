@@ -35,6 +35,8 @@ from octavo_router.prefix_sharing import Reuse
 from octavo_router.queues import WakeKey
 from octavo_router.sequence import Sequence, SequenceGroup, SequenceStatus
 
+_RUNNING = SequenceStatus.RUNNING  # looked up once: a member of an enum costs more than the comparison with it
+
 
 class Planner:
     """Fills the plans of one session."""
@@ -69,21 +71,22 @@ class Planner:
         unplanned = [
             (sequence, sequence.is_decode)
             for sequence in self._batch.running
-            if not sequence.has_all_planned or sequence.group.has_beams_to_move
+            if sequence.num_due or sequence.group.has_beams_to_move
         ]
         draft.num_decodes_to_come = sum(is_decode for _, is_decode in unplanned)
         for sequence, is_decode in unplanned:
             draft.num_decodes_to_come -= is_decode
-            if sequence.status is SequenceStatus.RUNNING and sequence.sequence_id not in draft.held:
-                if sequence.group.has_beams_to_move:
+            if sequence.status is _RUNNING and sequence.sequence_id not in draft.held:
+                if sequence.group.beams is not None and sequence.group.has_beams_to_move:
                     self._move_beams(draft, sequence.group)
                 self._continue(draft, sequence)
 
     def _continue(self, draft: Draft, sequence: Sequence) -> None:
         """Schedules what budget and free blocks allow; without a free block, sees to it that a later plan has some."""
-        if sequence.has_all_planned or sequence.sequence_id in draft.rows:
+        num_due = sequence.num_due
+        if not num_due or sequence.sequence_id in draft.rows:
             return
-        num_tokens = draft.num_affordable(sequence.num_to_compute)
+        num_tokens = draft.num_affordable(num_due)
         num_fitting = self._blocks.num_tokens_within_free(sequence.block_table) - sequence.num_planned
         if num_tokens == 0:
             return
@@ -261,7 +264,8 @@ class Planner:
             block_id = table[start // self._blocks.block_size]
             assert self._blocks.is_writable(block_id), f"block {block_id} is shared and would be written to"
         samples = num_tokens == sequence.num_to_compute and not sequence.group.is_prompt_only
-        row = Row(sequence, start, num_tokens, samples, self._blocks.extend(table, start + num_tokens))
+        is_prefill = num_tokens > 1 or start < len(sequence.prompt_token_ids)
+        row = Row(sequence, start, num_tokens, samples, is_prefill, self._blocks.extend(table, start + num_tokens))
         sequence.num_planned += num_tokens
         sequence.num_plans += 1
         sequence.num_in_flight += samples and sequence.group.beams is None

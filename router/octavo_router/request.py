@@ -90,13 +90,14 @@ class Stopping:
 class Output:
     """What comes back. logprobs is the number of likeliest tokens beside the sampled one; None asks for none.
     prompt_logprobs: the same for the prompt's tokens. shown_special_ids: special tokens that the text shows whatever
-    skip_special_tokens says."""
+    skip_special_tokens says. final_only: everything comes in one update, at the end."""
 
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = False
     shown_special_ids: frozenset[int] = frozenset()
+    final_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import NamedTuple
 
 from octavo_router.beam_search import Hypothesis
 from octavo_router.plan import LogprobColumns, StepResult
@@ -15,8 +16,7 @@ class ProtocolError(Exception):
     """A worker's answer does not fit what was asked. The session cannot go on."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenSampled:
+class TokenSampled(NamedTuple):
     """A sequence gained a token. With a finish_reason it ended with it; matched: the stop or end-of-sequence id."""
 
     sequence: Sequence
@@ -78,26 +78,34 @@ def match_tokens(plan: PlanInFlight, result: StepResult) -> list[SampledToken]:
 
     Raises ProtocolError where the result does not fit the plan; changes nothing.
     """
-    due = [sequence for sequence in plan.sampled if sequence.group.beams is None]
-    answered = set(result.sequence_ids)
-    sequences = [sequence for sequence in due if sequence.sequence_id in answered]
+    sequences = [sequence for sequence in plan.sampled if sequence.group.beams is None]
     if [sequence.sequence_id for sequence in sequences] != result.sequence_ids:
-        raise ProtocolError(f"step {plan.step_seq} brought tokens for sequences {result.sequence_ids}, not as planned")
-    _check_answered(plan, result, due, answered, "token")
+        sequences = _answered(plan, result, sequences)
     if len(result.token_ids) != len(sequences):
         raise ProtocolError(
             f"step {plan.step_seq} brought {len(result.token_ids)} tokens for {len(sequences)} sequences"
         )
     asked = [sequence.group.returns_logprobs for sequence in sequences]
-    asked_token_ids = list(compress(result.token_ids, asked))
+    if not any(asked):
+        return [(sequence, token_id, None) for sequence, token_id in zip(sequences, result.token_ids, strict=True)]
     try:
-        entries = iter(result.logprobs.unpack(asked_token_ids) if asked_token_ids else ())
+        entries = iter(result.logprobs.unpack(list(compress(result.token_ids, asked))))
     except ValueError as error:
         raise ProtocolError(f"step {plan.step_seq} brought log-probabilities that do not fit: {error}") from error
     return [
         (sequence, token_id, next(entries) if has_logprobs else None)
         for sequence, token_id, has_logprobs in zip(sequences, result.token_ids, asked, strict=True)
     ]
+
+
+def _answered(plan: PlanInFlight, result: StepResult, due: list[Sequence]) -> list[Sequence]:
+    """Those that a token came for, where not all that were due have one. Raises as `match_tokens`."""
+    answered = set(result.sequence_ids)
+    sequences = [sequence for sequence in due if sequence.sequence_id in answered]
+    if [sequence.sequence_id for sequence in sequences] != result.sequence_ids:
+        raise ProtocolError(f"step {plan.step_seq} brought tokens for sequences {result.sequence_ids}, not as planned")
+    _check_answered(plan, result, due, answered, "token")
+    return sequences
 
 
 def match_candidates(plan: PlanInFlight, result: StepResult) -> list[BeamCandidates]:

@@ -14,6 +14,9 @@ from octavo_router.request import FinishReason, Request, ResumedSample
 from octavo_router.text_stream import TextStream
 from octavo_router.tokenizer import Tokenizer
 
+# So that a long text is never decoded at one go.
+_MOST_UNDECODED = 64
+
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -34,6 +37,7 @@ class Sample:
     __slots__ = (
         "_request",
         "_text",
+        "_undecoded",
         "_unsent_text",
         "cumulative_logprob",
         "end",
@@ -46,6 +50,7 @@ class Sample:
     def __init__(self, request: Request, text: TextStream) -> None:
         self._request = request
         self._text = text
+        self._undecoded: list[int] = []
         self._unsent_text = ""
         self.num_tokens = 0
         self.num_held = 0
@@ -70,10 +75,18 @@ class Sample:
         """
         self.num_tokens += 1
         stopping = self._request.stopping
-        may_stop = self.num_tokens >= stopping.min_tokens
         is_stop_token = end is not None and end.matched is not None
+        adds_text = not is_stop_token or stopping.include_stop_in_text
+        if not stopping.stop:  # nothing depends on the text before it is taken
+            if adds_text:
+                self._undecoded.append(token_id)
+                if len(self._undecoded) == _MOST_UNDECODED:
+                    self._decode()
+            self.end = end
+            return
+        may_stop = self.num_tokens >= stopping.min_tokens
         matched: str | None = None
-        if not is_stop_token or stopping.include_stop_in_text:
+        if adds_text:
             matched = self._text.append(token_id, may_stop=may_stop)
         if matched is None and end is not None:
             matched = self._text.finish(may_stop=may_stop)
@@ -81,8 +94,20 @@ class Sample:
 
     def take_text(self) -> str:
         """The text that can be sent now and was not yet. May be empty."""
-        text, self._unsent_text = self._unsent_text + self._text.take(), ""
+        text, self._unsent_text = self._unsent_text + self._decoded(), ""
         return text
+
+    def _decoded(self) -> str:
+        """The text that became final since the last call."""
+        if self._undecoded:
+            self._decode()
+        if self.end is not None:
+            self._text.finish()
+        return self._text.take()
+
+    def _decode(self) -> None:
+        self._text.extend(self._undecoded)
+        self._undecoded.clear()
 
     def resume(self, held: ResumedSample, stop_ids: Set[int]) -> bool:
         """Takes in what the caller holds, before any other token. Returns whether there is something to send at once:
@@ -109,7 +134,7 @@ class Sample:
             elif self.num_tokens + 1 == max_tokens:
                 end = End(FinishReason.LENGTH)
             self.append(token_id, end)
-        text = self._text.take()
+        text = self._decoded()
         self._unsent_text = _behind(text, held)
         self.held_text = text[: len(text) - len(self._unsent_text)]
         return self._unsent_text != "" or self.end is not None

@@ -212,7 +212,7 @@ class Scheduler:
         self.batch.releases = []
         for group in draft.first_started:
             self._count_start(group)
-        for sequence_id in draft.started | draft.rows.keys():
+        for sequence_id in draft.started | draft.rows.keys() if self.waiting.num_parked else ():
             sequence = self._live[sequence_id]
             if sequence.num_planned >= len(sequence.prompt_token_ids):
                 self.waiting.wake(sequence_id)  # the rest of its group may share the prompt from the next plan on

@@ -29,15 +29,21 @@ class SequenceStatus(enum.Enum):
     FINISHED = "finished"
 
 
+# Looked up once: a member of an enum costs more than the comparison with it.
+_RUNNING, _FINISHED = SequenceStatus.RUNNING, SequenceStatus.FINISHED
+
+
 class SequenceGroup:
     """One request and its sequences: a sample or a beam each.
 
     stop_ids: token ids that end a sample. arrived_at and started_at are in the caller's clock; started_at is None until
     the first sequence is in a plan. num_cached_tokens: tokens of the prompt that were in the prefix cache then.
     account: of its tenant, from the first wait to the end; is_admitted: whether a sequence of it has started once.
-    prompt_hashes: of the prompt's full blocks, as far as somebody asked. prompt_scores: the prompt's log-probabilities,
-    None where they are not asked for. is_prompt_only: no token is generated; one sequence computes the prompt, whatever
-    the number of samples, and ends with it. watches_prompt: either, so that it matters how far the prompt is computed.
+    returns_logprobs: whether sampled tokens come with log-probabilities: the request asked, or its best samples are
+    chosen by them. prompt_hashes: of the prompt's full blocks, as far as somebody asked. prompt_scores: the prompt's
+    log-probabilities, None where they are not asked for. is_prompt_only: no token is generated; one sequence computes
+    the prompt, whatever the number of samples, and ends with it. watches_prompt: either, so that it matters how far the
+    prompt is computed.
     """
 
     __slots__ = (
@@ -53,6 +59,7 @@ class SequenceGroup:
         "prompt_hashes",
         "prompt_scores",
         "request",
+        "returns_logprobs",
         "sequences",
         "started_at",
         "stop_ids",
@@ -75,6 +82,7 @@ class SequenceGroup:
         if request.output.prompt_logprobs is not None:
             self.prompt_scores = PromptScores(len(request.prompt_token_ids))
         stopping, sampling = request.stopping, request.sampling
+        self.returns_logprobs = request.output.logprobs is not None or sampling.best_of > sampling.n
         self.is_prompt_only = stopping.max_tokens == 0
         self.watches_prompt = self.is_prompt_only or self.prompt_scores is not None
         self.stop_ids = stopping.stop_token_ids if stopping.ignore_eos else stopping.stop_token_ids | eos_token_ids
@@ -116,16 +124,9 @@ class SequenceGroup:
         return sum(len(sequence.output_token_ids) for sequence in self.sequences)
 
     @property
-    def returns_logprobs(self) -> bool:
-        """Whether sampled tokens come with log-probabilities: the request asked, or its best samples are chosen by
-        them."""
-        request = self.request
-        return request.output.logprobs is not None or request.sampling.best_of > request.sampling.n
-
-    @property
     def running(self) -> list[Sequence]:
         """Its sequences in the batch."""
-        return [sequence for sequence in self.sequences if sequence.status is SequenceStatus.RUNNING]
+        return [sequence for sequence in self.sequences if sequence.status is _RUNNING]
 
     @property
     def has_beams_to_move(self) -> bool:
@@ -208,7 +209,8 @@ class Sequence:
     def num_to_compute(self) -> int:
         """Tokens to compute before the next one can be sampled: 1 for a decode, more for a prefill. 0 only for a beam
         that waits for the others, and for a prompt behind which nothing is sampled."""
-        return self.num_tokens - self.num_planned
+        num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
+        return num_tokens - self.num_planned
 
     @property
     def is_decode(self) -> bool:
@@ -216,18 +218,18 @@ class Sequence:
         return self.num_to_compute == 1 and self.num_planned >= len(self.prompt_token_ids)
 
     @property
-    def has_all_planned(self) -> bool:
-        """Whether nothing more may be planned for now: the plans in flight bring its last token at the latest, or it
-        is a beam that waits for the others."""
-        if self.group.is_prompt_only:
-            return self.num_to_compute == 0
+    def num_due(self) -> int:
+        """Tokens to compute that may be planned now. 0 where the plans in flight bring its last token at the latest,
+        and for a beam that waits for the others."""
         num_output = len(self.output_token_ids) + self.num_in_flight
-        return num_output >= self.group.request.stopping.max_tokens or self.num_to_compute == 0
+        if num_output >= self.group.request.stopping.max_tokens and not self.group.is_prompt_only:
+            return 0
+        return len(self.prompt_token_ids) + num_output - self.num_planned
 
     @property
     def is_live(self) -> bool:
         """Whether it has not ended."""
-        return self.status is not SequenceStatus.FINISHED
+        return self.status is not _FINISHED
 
     @property
     def was_preempted(self) -> bool:

@@ -93,11 +93,13 @@ class StepLoop:
 
         It goes to them even where sending fails, since the scheduler has counted it as given.
         """
-        self._watch.sign(self._clock())
+        now = self._clock()
+        self._watch.sign(now)
         plan = self._scheduler.oldest_in_flight
         events = self._scheduler.apply(result)
         try:
-            await self._send_plans()
+            if await self._send_plans():
+                self._metrics.turnaround(self._clock() - now)
         finally:
             self._deliver(events)
         if plan is not None:
@@ -111,13 +113,17 @@ class StepLoop:
             self._wake.clear()
             await self._send_plans()
 
-    async def _send_plans(self) -> None:
+    async def _send_plans(self) -> bool:
+        """Sends what the scheduler orders. Returns whether that was anything."""
+        has_sent = False
         is_first = self._scheduler.oldest_in_flight is None
         while (plan := self._scheduler.plan(self._clock())) is not None:
             if is_first:
                 self._watch.sign(self._clock())
                 is_first = False
             await self._session.send(plan)
+            has_sent = True
+        return has_sent
 
     async def _renew(self) -> None:
         while True:

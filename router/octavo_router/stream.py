@@ -1,24 +1,29 @@
 """The way of a request's output from the engine to whoever reads it: tokens go in on one end, deltas are taken on the
 other.
 
-What was not read yet is joined: a slow reader gets longer deltas, not more of them. Where only the end tells what is
-returned (best_of above n, beams), everything waits for it and comes in one update. What a sample's text is, and where a
-stop string ends it, is `sample.py`'s.
+What was not read yet is joined: a slow reader gets longer deltas, not more of them, and so does every reader while the
+event loop is behind (`fan_out.py`). Where only the end tells what is returned (best_of above n, beams), or the caller
+asks for no more, everything waits for it and comes in one update. What a sample's text is, and where a stop string ends
+it, is `sample.py`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
-from octavo.errors import OctavoError
+from octavo.errors import InternalError, OctavoError
 from octavo_router.beam_search import Hypothesis
+from octavo_router.fan_out import FanOut
 from octavo_router.request import FinishReason, RequestUpdate, SampleDelta, TokenLogprobs, Usage
 from octavo_router.results import TokenSampled
 from octavo_router.sample import End, Sample, blank_text
 from octavo_router.sequence import SequenceGroup
 from octavo_router.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 class Delivery:
@@ -28,9 +33,12 @@ class Delivery:
     end-of-sequence id, is in its token ids but adds text only with include_stop_in_text, as with stop strings.
     """
 
-    def __init__(self, group: SequenceGroup, tokenizer: Tokenizer) -> None:
-        """Raises ResumeMismatchError where the caller holds what the request cannot have given, and InvalidRequestError
-        for stop strings that cannot be looked for."""
+    def __init__(self, group: SequenceGroup, tokenizer: Tokenizer, fan_out: FanOut) -> None:
+        """fan_out: where the reader waits for its turn.
+
+        Raises ResumeMismatchError where the caller holds what the request cannot have given, and InvalidRequestError
+        for stop strings that cannot be looked for.
+        """
         request = group.request
         self.group = group
         self.is_over = False
@@ -38,11 +46,13 @@ class Delivery:
         self._blank_text = blank_text(request, tokenizer)
         # They come for the ranking as well, asked for or not.
         self._shows_logprobs = request.output.logprobs is not None
-        self._is_streamed = request.sampling.beams is None and request.sampling.best_of <= request.sampling.n
+        is_known_early = request.sampling.beams is None and request.sampling.best_of <= request.sampling.n
+        self._is_streamed = is_known_early and not request.output.final_only
         self._usage: Usage | None = None
         self._error: OctavoError | None = None
         self._unread: dict[int, SampleDelta] = {}
-        self._changed = asyncio.Event()
+        self._fan_out = fan_out
+        self._turn: asyncio.Future[None] | None = None  # the reader's, while it waits for something to read
         num_samples = request.sampling.n if group.is_prompt_only else len(group.sequences)
         self.samples = [self._new_sample() for _ in range(num_samples)] if request.sampling.beams is None else []
         for held in request.resumed:
@@ -70,9 +80,10 @@ class Delivery:
                 delta.logprobs.append(event.logprobs)
         end = None if event.finish_reason is None else End(event.finish_reason, event.matched)
         sample.append(event.token_id, end)
-        _tell_end(delta, sample)
+        if sample.end is not None:
+            _tell_end(delta, sample)
         if self._is_streamed:
-            self._changed.set()
+            self._tell()
         return delta.finish_reason
 
     def add_prompt(self, *, is_end: bool) -> None:
@@ -81,7 +92,7 @@ class Delivery:
             for index, sample in enumerate(self.samples):
                 sample.end = End(FinishReason.LENGTH)
                 _tell_end(self._delta(index), sample)
-        self._changed.set()
+        self._tell()
 
     def add_beams(self, hypotheses: Sequence[Hypothesis]) -> None:
         """Takes in the beams that a search ended with, best first; the first n come back."""
@@ -111,7 +122,7 @@ class Delivery:
             self._keep_best(group.request.sampling.n)
         self.is_over = True
         self._usage = Usage(len(group.request.prompt_token_ids), num_completion, group.num_cached_tokens)
-        self._changed.set()
+        self._tell()
 
     def _keep_best(self, n: int) -> None:
         """Leaves the n samples with the highest mean log-probability, numbered from the best; of equal ones the first
@@ -127,7 +138,7 @@ class Delivery:
         """The request ends with an error, raised behind what can still be read."""
         self.is_over = True
         self._error = error
-        self._changed.set()
+        self._tell()
 
     async def prompt_logprobs(self) -> Iterator[TokenLogprobs]:
         """The log-probabilities of the prompt's tokens from the second on, once all are there; none where they are not
@@ -139,8 +150,7 @@ class Delivery:
         while not scores.is_complete:
             if self._error is not None:
                 raise self._error
-            self._changed.clear()
-            await self._changed.wait()
+            await self._news()
         return scores.entries(self.group.request.prompt_token_ids)
 
     async def next_update(self) -> RequestUpdate | None:
@@ -148,18 +158,40 @@ class Delivery:
 
         Raises the error that the request ended with.
         """
-        while self._usage is None and not (self._unread and self._is_streamed):
+        if self._has_update:
+            await self._next_turn()
+        while not self._has_update:
             if self._error is not None:
                 raise self._error
             if self.is_over:
                 return None
-            self._changed.clear()
-            await self._changed.wait()
+            await self._news()
         deltas, self._unread = list(self._unread.values()), {}
         for delta in deltas:
-            delta.text = self.samples[delta.sample_index].take_text()
+            sample = self.samples[delta.sample_index]
+            delta.text, delta.cumulative_logprob = sample.take_text(), sample.cumulative_logprob
         usage, self._usage = self._usage, None
         return RequestUpdate(deltas, usage)
+
+    @property
+    def _has_update(self) -> bool:
+        return self._usage is not None or (self._is_streamed and bool(self._unread))
+
+    def _tell(self) -> None:
+        """There is something to read: the reader, if it waits for it, gets in line."""
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            self._fan_out.join(turn)
+
+    async def _news(self) -> None:
+        """Waits until there is something to read, and then for the reader's turn."""
+        self._turn = asyncio.get_running_loop().create_future()
+        await self._turn
+
+    async def _next_turn(self) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        self._fan_out.join(turn)
+        await turn
 
     def held_text(self, index: int) -> str:
         """What the caller of a resumed request held of a sample's text on arrival; empty where it held nothing."""
@@ -177,7 +209,6 @@ class Delivery:
 
 
 def _tell_end(delta: SampleDelta, sample: Sample) -> None:
-    delta.cumulative_logprob = sample.cumulative_logprob
     if sample.end is not None:
         delta.finish_reason, delta.matched = sample.end.reason, sample.end.matched
 
@@ -196,7 +227,15 @@ class RequestStream:
     async def __anext__(self) -> RequestUpdate:
         """The next update, with everything since the last. Raises what the request failed with, after the last
         update."""
-        update = await self._delivery.next_update()
+        try:
+            update = await self._delivery.next_update()
+        except OctavoError:
+            raise
+        except Exception as error:  # in making the text
+            self.cancel()
+            request_id = self._delivery.group.request.request_id
+            logger.error("request %s failed on its text", request_id, exc_info=error)
+            raise InternalError("the request failed in the router; this is a bug, see the router's log") from None
         if update is None:
             raise StopAsyncIteration
         return update

@@ -122,6 +122,17 @@ class TextStream:
             return None
         return self._advance(text, may_stop, ends_in_mark=False)
 
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Takes the next tokens of a text without stop strings."""
+        assert self._plain is None, "a stop string may end the text with any token"
+        if self._spaces:
+            for token_id in token_ids:
+                self.append(token_id)
+            return
+        hidden, piece_of, push = self._hidden, self._tokenizer.piece, self._decoder.push
+        pieces = [piece_of(token_id) for token_id in token_ids if token_id not in hidden]
+        self._parts += [push(piece) for piece in pieces if piece is not None]
+
     def take(self) -> str:
         """The text that can be released now and was not yet. May be empty."""
         text = "".join(self._parts)

@@ -253,6 +253,7 @@ def output_of(message: sampling_pb2.OutputOptions) -> Output:
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=message.skip_special_tokens if message.HasField("skip_special_tokens") else True,
         spaces_between_special_tokens=message.spaces_between_special_tokens,
+        final_only=message.final_only,
     )
 
 

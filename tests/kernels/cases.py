@@ -9,7 +9,7 @@ from torch import Tensor
 
 from octavo_kernels import AttentionBatch, Backend, KVLayout, LayerKV
 
-ISAS = ("avx512_bf16", "avx512", "avx2", "generic")
+ISAS = ("avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "generic")
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (1e-2, 1.6e-2), torch.float16: (2e-3, 2e-3)}
 DTYPES = tuple(TOLERANCES)
 

@@ -100,7 +100,7 @@ class FakeStream:
         self.request = request
         self.cancelled = False
         self._engine = engine
-        self._updates = self._make_updates()
+        self._updates = self._joined() if request.output.final_only else self._make_updates()
 
     def __aiter__(self) -> FakeStream:
         return self
@@ -127,6 +127,20 @@ class FakeStream:
         self._engine.running.remove(self)
         self._engine.cancelled.append(self.request.request_id)
         self._engine.on_cancel.set()
+
+    async def _joined(self) -> AsyncIterator[RequestUpdate]:
+        deltas: dict[int, SampleDelta] = {}
+        usage: Usage | None = None
+        async for update in self._make_updates():
+            usage = update.usage
+            for new in update.deltas:
+                delta = deltas.setdefault(new.sample_index, SampleDelta(new.sample_index))
+                delta.token_ids += new.token_ids
+                delta.text += new.text
+                delta.logprobs += new.logprobs
+                delta.finish_reason, delta.matched = new.finish_reason, new.matched
+                delta.cumulative_logprob = new.cumulative_logprob
+        yield RequestUpdate(list(deltas.values()), usage)
 
     async def _make_updates(self) -> AsyncIterator[RequestUpdate]:
         engine, request = self._engine, self.request

@@ -7,7 +7,7 @@ import dataclasses
 import gc
 import random
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -394,7 +394,10 @@ async def test_one_requests_failure_is_its_own() -> None:
         assert router.value("octavo_requests_finished_total", reason="error") == 1
 
 
-async def test_a_fault_while_making_text_is_its_requests_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stop", [(), ("never",)])
+async def test_a_fault_while_making_text_is_its_requests_own(
+    stop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serving() as router:
         good = router.submit(make_request("good", max_tokens=5))
 
@@ -402,8 +405,11 @@ async def test_a_fault_while_making_text_is_its_requests_own(monkeypatch: pytest
             def append(self, token_id: int, *, may_stop: bool = True) -> str | None:
                 raise RuntimeError("a bug")
 
+            def extend(self, token_ids: Sequence[int]) -> None:
+                raise RuntimeError("a bug")
+
         monkeypatch.setattr(sample_module, "TextStream", BrokenTextStream)
-        bad = await read(router.submit(make_request("bad", max_tokens=5)))
+        bad = await read(router.submit(make_request("bad", max_tokens=5, stop=stop)))
         assert isinstance(bad.error, InternalError)
         await read_ok(good)
         await router.until_idle()

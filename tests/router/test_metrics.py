@@ -87,6 +87,9 @@ def test_histograms() -> None:
     assert value("octavo_requests_finished_total", {"reason": "abort"}) == 1
     assert value("octavo_step_duration_seconds_sum") == 0.25
     assert value("octavo_worker_idle_seconds_total") == 0.5
+    metrics.turnaround(0.0004)
+    assert value("octavo_plan_turnaround_seconds_bucket", {"le": "0.0005"}) == 1
+    assert value("octavo_plan_turnaround_seconds_bucket", {"le": "0.0003"}) == 0
 
 
 def test_two_routers_in_one_process_do_not_share() -> None:

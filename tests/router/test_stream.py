@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 
 from octavo.errors import GenerationError
 from octavo_router.beam_search import Hypothesis
-from octavo_router.request import Beams, FinishReason, TokenLogprobs, Usage
+from octavo_router.fan_out import FanOut
+from octavo_router.request import Beams, FinishReason, Output, TokenLogprobs, Usage
 from octavo_router.results import TokenSampled
 from octavo_router.sequence import SequenceGroup
 from octavo_router.stream import Delivery, RequestStream
@@ -21,10 +23,10 @@ from tests.router.harness import EOS, make_request
 C, D, E = 2, 3, 4
 
 
-def make_delivery(n: int = 1, **fields: Any) -> Delivery:
+def make_delivery(n: int = 1, fan_out: FanOut | None = None, **fields: Any) -> Delivery:
     request = make_request(num_prompt=7, max_tokens=10, n=n, **fields)
     group = SequenceGroup(request, arrival=1, first_sequence_id=1, eos_token_ids=EOS, now=0.0)
-    return Delivery(group, letter_tokenizer())
+    return Delivery(group, letter_tokenizer(), fan_out or FanOut())
 
 
 def give(
@@ -163,3 +165,50 @@ async def test_a_lost_reader_cancels_and_a_finished_one_does_not() -> None:
     gc.collect()
     await asyncio.sleep(0.01)
     assert cancelled == [lost]
+
+
+async def test_what_comes_while_a_reader_waits_for_its_turn_is_joined() -> None:
+    fan_out = FanOut(readers_per_round=1)
+    deliveries = [make_delivery(fan_out=fan_out) for _ in range(3)]
+    reading = [asyncio.create_task(delivery.next_update()) for delivery in deliveries]
+    await asyncio.sleep(0)
+    for token_id in (C, D, E):
+        for delivery in deliveries:
+            give(delivery, token_id)
+        await asyncio.sleep(0)
+    updates = await asyncio.gather(*reading)
+    assert [update.deltas[0].text for update in updates if update is not None] == ["CD", "CDE", "CDE"]
+
+
+async def test_who_wants_no_stream_gets_one_update() -> None:
+    request = dataclasses.replace(make_request(num_prompt=7, max_tokens=200), output=Output(final_only=True))
+    group = SequenceGroup(request, arrival=1, first_sequence_id=1, eos_token_ids=EOS, now=0.0)
+    delivery = Delivery(group, letter_tokenizer(), FanOut())
+    stream = RequestStream(delivery, lambda delivery: None)
+    reading = asyncio.create_task(anext(stream))
+    for _ in range(199):
+        give(delivery, C)
+    await asyncio.sleep(0)
+    assert not reading.done()
+    give(delivery, D, reason=FinishReason.LENGTH)
+    delivery.end()
+    update = await reading
+    assert (update.deltas[0].text, update.usage) == ("C" * 199 + "D", Usage(7, 200))
+    assert [update async for update in stream] == []
+
+
+async def test_a_reader_with_more_to_read_stands_in_line_again() -> None:
+    fan_out = FanOut(readers_per_round=1)
+    greedy, patient = make_delivery(fan_out=fan_out), make_delivery(fan_out=fan_out)
+    order: list[str] = []
+
+    async def read(delivery: Delivery, name: str) -> None:
+        for _ in range(2):
+            await delivery.next_update()
+            order.append(name)
+            give(delivery, D)
+
+    for delivery in (greedy, patient):
+        give(delivery, C)
+    await asyncio.gather(read(greedy, "greedy"), read(patient, "patient"))
+    assert order == ["greedy", "patient", "greedy", "patient"]

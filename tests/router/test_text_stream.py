@@ -64,6 +64,26 @@ class TestWholeText:
         check()
 
     @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("skip", [True, False])
+    @pytest.mark.parametrize("spaces", [True, False])
+    def test_many_tokens_at_once_are_the_same_text(self, kind: str, skip: bool, spaces: bool) -> None:
+        tokenizer = text_samples.ALL[kind]()
+        source = random.Random(2)
+        for _ in range(50):
+            ids = [source.randrange(min(tokenizer.vocab_size, 300) + 2) for _ in range(12)]
+            options = {"skip_special_tokens": skip, "spaces_between_special_tokens": spaces}
+            pieces, _, _ = run(tokenizer, ids, **options)
+            *pieces, end = pieces
+            stream = TextStream(tokenizer, **options)  # type: ignore[arg-type]
+            taken = ""
+            for begin in range(0, len(ids), 5):
+                stream.extend(ids[begin : begin + 5])
+                taken += stream.take()
+                assert taken == "".join(pieces[: begin + 5])
+            stream.finish()
+            assert stream.take() == end
+
+    @pytest.mark.parametrize("kind", KINDS)
     def test_what_is_released_never_changes(self, kind: str) -> None:
         tokenizer = text_samples.ALL[kind]()
         source = random.Random(1)

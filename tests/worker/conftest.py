@@ -17,6 +17,7 @@ from octavo_worker.kv_pool import KVPool, PoolSize
 from octavo_worker.loaders.checkpoint import Checkpoint, open_checkpoint
 from octavo_worker.loaders.source import INSTALLED_MODELS, find_model
 from octavo_worker.models.decoder import Decoder
+from octavo_worker.models.layers import Quantization
 from tests.worker.checkpoints import letter_tokenizer, tiny_config, write_checkpoint
 
 BLOCK_SIZE = 8
@@ -39,9 +40,16 @@ def default_model() -> Path:
     return find_model(next(iter(INSTALLED_MODELS))).path
 
 
-def load_decoder(checkpoint: Checkpoint, backend: Backend, dtype: torch.dtype = torch.float32) -> Decoder:
+def load_decoder(
+    checkpoint: Checkpoint,
+    backend: Backend,
+    dtype: torch.dtype = torch.float32,
+    quantization: Quantization = "none",
+) -> Decoder:
     num_sampled = min(checkpoint.config.vocab_size, checkpoint.tokenizer.size)
-    return Decoder(checkpoint.config, checkpoint.weights, backend, dtype, num_sampled=num_sampled)
+    return Decoder(
+        checkpoint.config, checkpoint.weights, backend, dtype, num_sampled=num_sampled, quantization=quantization
+    )
 
 
 def make_executor(

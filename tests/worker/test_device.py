@@ -5,7 +5,8 @@ import torch
 
 from octavo.config import WorkerConfig
 from octavo.errors import ConfigError
-from octavo_worker.device import free_memory, resolve_device, resolve_dtype
+from octavo_kernels.reference import ReferenceBackend
+from octavo_worker.device import free_memory, resolve_device, resolve_dtype, resolve_quantization
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +24,24 @@ def test_dtypes() -> None:
     assert resolve_dtype(WorkerConfig(dtype="float16"), "bfloat16") == ("float16", torch.float16)
     with pytest.raises(ConfigError, match="the checkpoint's dtype is 'float64'; give --dtype"):
         resolve_dtype(WorkerConfig(), "float64")
+
+
+class FastBackend(ReferenceBackend):
+    has_fast_int8 = True
+
+
+@pytest.mark.parametrize(
+    ("setting", "dtype", "backend", "is_quantized", "expected"),
+    [
+        ("auto", "bfloat16", FastBackend(), True, "int8"),
+        ("auto", "bfloat16", FastBackend(), False, "none"),
+        ("auto", "float32", FastBackend(), True, "none"),
+        ("auto", "float16", FastBackend(), True, "none"),
+        ("auto", "bfloat16", ReferenceBackend(), True, "none"),
+        ("none", "bfloat16", FastBackend(), True, "none"),
+        ("int8", "float32", ReferenceBackend(), False, "int8"),
+    ],
+)
+def test_quantization(setting: str, dtype: str, backend: ReferenceBackend, is_quantized: bool, expected: str) -> None:
+    config = WorkerConfig(quantization=setting)
+    assert resolve_quantization(config, dtype, backend, is_quantized=is_quantized) == expected

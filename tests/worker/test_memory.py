@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ModelLoadError
-from octavo_worker.memory import MemoryPaths, check_weights_fit, free_host_memory
+from octavo_worker.loaders.config import config_from_hf
+from octavo_worker.memory import MemoryPaths, check_weights_fit, free_host_memory, weight_bytes
+from tests.worker.checkpoints import tiny_config
 
 MIB = 1 << 20
 
@@ -89,13 +91,21 @@ def test_this_machine_has_memory() -> None:
 
 
 def test_weights_that_fit() -> None:
-    check_weights_fit("m", num_elements=512, bytes_per_element=2, dtype="bfloat16", free=1024)
+    check_weights_fit("m", num_elements=512, num_bytes=1024, precision="bfloat16", free=1024)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bytes_of_weights(tied: bool) -> None:
+    config = config_from_hf(tiny_config(hidden_size=64, vocab_size=100, tie_word_embeddings=tied), "config.json")
+    assert weight_bytes(config, 50_000, 2, "none") == 100_000
+    # Embeddings in two bytes; layers and head in one. A head that is not tied is among the 50,000.
+    assert weight_bytes(config, 50_000, 2, "int8") == (50_000 if tied else 43_600) + 12_800
 
 
 @pytest.mark.parametrize(("size", "dtype", "hint"), [(4, "float32", True), (2, "bfloat16", False)])
 def test_weights_that_do_not_fit(size: int, dtype: str, hint: bool) -> None:
     with pytest.raises(ModelLoadError) as caught:
-        check_weights_fit("m", num_elements=7 << 30, bytes_per_element=size, dtype=dtype, free=1 << 30)
+        check_weights_fit("m", num_elements=7 << 30, num_bytes=size * (7 << 30), precision=dtype, free=1 << 30)
     message = caught.value.message
     needed = f"model m needs {7 * size}.00 GiB for its 7516192768 weights in {dtype}"
     assert message.startswith(f"{needed}, but only 1.00 GiB of memory are free")

@@ -1,4 +1,4 @@
-"""A sequence's tokens and log-probabilities have the same bits however its blocks came about, in fp32.
+"""A sequence's tokens and log-probabilities have the same bits however its blocks came about, in fp32 and in int8.
 
 Alone in fresh blocks, or beside others: behind a cached prefix, as a sibling that shares a prompt, as a fork, swapped
 out and in, recomputed. Every pool starts full of NaN, as blocks of sequences that failed leave them.
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels import BackendUnavailableError, load_backend
@@ -99,7 +100,7 @@ def token_ids(sampled: list[Sampled]) -> list[int]:
     return [item.token_id for item in sampled]
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral-window", "default"])
+@pytest.fixture(scope="module", params=["llama", "mistral-window", "default", "default-int8"])
 def executor(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, letters: GrammarEngine
 ) -> Executor:
@@ -109,13 +110,16 @@ def executor(
     except BackendUnavailableError as error:
         pytest.skip(str(error))
     assert backend.row_invariant
-    if request.param == "default":
+    is_default = request.param.startswith("default")
+    if is_default:
         path: Path = find_model(next(iter(INSTALLED_MODELS))).path
     else:
         path = write_checkpoint(tmp_path_factory.mktemp("tiny"), MODEL_CASES[request.param])
     checkpoint = open_checkpoint(find_model(str(path)))
-    grammars = GrammarEngine(checkpoint.tokenizer) if request.param == "default" else letters
-    decoder = load_decoder(checkpoint, backend)
+    grammars = GrammarEngine(checkpoint.tokenizer) if is_default else letters
+    is_int8 = request.param == "default-int8"
+    dtype, quantization = (torch.bfloat16, "int8") if is_int8 else (torch.float32, "none")
+    decoder = load_decoder(checkpoint, backend, dtype, quantization)
     return make_executor(decoder, backend, num_blocks=96, num_host_blocks=12, block_size=BLOCK, grammars=grammars)
 
 

@@ -16,7 +16,7 @@ from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels import Backend, BackendUnavailableError, KVLayout, load_backend
 from octavo_kernels.cpu.topology import usable_cores
 from octavo_worker import __version__
-from octavo_worker.device import free_memory, resolve_device, resolve_dtype
+from octavo_worker.device import free_memory, resolve_device, resolve_dtype, resolve_quantization
 from octavo_worker.executor import Executor
 from octavo_worker.executor_thread import ExecutorThread
 from octavo_worker.grammar import GrammarEngine, GrammarUnavailableError
@@ -24,8 +24,9 @@ from octavo_worker.kv_pool import LAYOUT_NAME, KVPool, size_pool
 from octavo_worker.loaders.checkpoint import open_checkpoint
 from octavo_worker.loaders.source import ModelSource
 from octavo_worker.measurement import measure_prefill, measure_swap
-from octavo_worker.memory import check_weights_fit, free_host_memory
+from octavo_worker.memory import check_weights_fit, free_host_memory, weight_bytes
 from octavo_worker.models.decoder import Decoder
+from octavo_worker.models.layers import Quantization
 from octavo_worker.session import PROTOCOL_VERSION
 from octavo_worker.tokenizer import TokenizerBundle
 
@@ -73,11 +74,14 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
     helpers.shutdown(wait=False)
     free_at_start = free_memory(device)
     dtype_name, dtype = resolve_dtype(config, checkpoint.config.dtype or checkpoint.weights.default_dtype())
+    is_quantized = checkpoint.weights.is_quantized()
+    quantization = resolve_quantization(config, dtype_name, backend, is_quantized=is_quantized)
+    precision = dtype_name if quantization == "none" else f"{dtype_name} with linear layers in {quantization}"
     check_weights_fit(
         checkpoint.source.name,
         num_elements=checkpoint.weights.num_elements(),
-        bytes_per_element=dtype.itemsize,
-        dtype=dtype_name,
+        num_bytes=weight_bytes(checkpoint.config, checkpoint.weights.num_elements(), dtype.itemsize, quantization),
+        precision=precision,
         free=free_at_start,
     )
     decoder = Decoder(
@@ -86,9 +90,11 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
         backend,
         dtype,
         num_sampled=min(checkpoint.config.vocab_size, checkpoint.tokenizer.size),
+        quantization=quantization,
         on_progress=thread.advance,
     )
     _log.info("loaded %d parameters in %.1f s", decoder.num_parameters, time.monotonic() - started)
+    _log.info("computing in %s (--quantization %s)", precision, config.quantization)
     if backend.name == "reference" and device.type == "cpu":
         torch.set_num_threads(config.num_threads or usable_cores())  # the native kernels bring their own threads
     model = checkpoint.config
@@ -138,7 +144,7 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
         ],
         prefill_tokens_per_s=measure_prefill(decoder, pool, backend),
         swap_bytes_per_s=measure_swap(pool),
-        backend=backend.describe(),
+        backend=describe_kernels(backend, quantization),
         version=__version__,
     )
     executor = Executor(
@@ -150,6 +156,11 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
         on_progress=thread.advance,
     )
     return Worker(executor, checkpoint.tokenizer, description)
+
+
+def describe_kernels(backend: Backend, quantization: Quantization) -> str:
+    """The backend, and what its linear layers compute in where that is not the model's dtype."""
+    return backend.describe() if quantization == "none" else f"{backend.describe()}, {quantization}"
 
 
 def _load_grammars(tokenizer: TokenizerBundle) -> GrammarEngine:

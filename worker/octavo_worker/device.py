@@ -1,4 +1,4 @@
-"""Resolves the settings that depend on the machine: device, dtype, and how much memory is free there."""
+"""Resolves the settings that depend on the machine: device, dtype, quantization, and how much memory is free there."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 
 from octavo.config import WorkerConfig
 from octavo.errors import ConfigError
+from octavo_kernels import Backend
 from octavo_worker.loaders.config import DTYPE_BYTES
 from octavo_worker.memory import free_host_memory
+from octavo_worker.models.layers import Quantization
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -27,6 +29,19 @@ def resolve_dtype(config: WorkerConfig, checkpoint_dtype: str) -> tuple[str, tor
     if name not in _DTYPES:
         raise ConfigError(f"the checkpoint's dtype is {name!r}; give --dtype, one of {', '.join(DTYPE_BYTES)}")
     return name, _DTYPES[name]
+
+
+def resolve_quantization(
+    config: WorkerConfig, dtype_name: str, backend: Backend, *, is_quantized: bool
+) -> Quantization:
+    """`--quantization`. "auto" lets a quantized file compute in its own class of precision, where that is faster: on
+    kernels that are made for it. float32 and float16 compute what they say.
+    """
+    if config.quantization == "int8":
+        return "int8"
+    if config.quantization == "none":
+        return "none"
+    return "int8" if is_quantized and backend.has_fast_int8 and dtype_name == "bfloat16" else "none"
 
 
 def free_memory(device: torch.device) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from octavo.config import GIB
 from octavo.errors import ModelLoadError
+from octavo_worker.loaders.config import ModelConfig
 
 # Limits above this are "none": version 1 writes 2^63 rounded down to a page.
 _NO_LIMIT = 1 << 60
@@ -36,18 +37,29 @@ def free_host_memory(paths: MemoryPaths | None = None) -> int:
     return max(free, 0)
 
 
-def check_weights_fit(name: str, *, num_elements: int, bytes_per_element: int, dtype: str, free: int) -> None:
+def weight_bytes(config: ModelConfig, num_elements: int, bytes_per_element: int, quantization: str) -> int:
+    """Bytes of a loaded model's weights. num_elements: in all tensors; bytes_per_element: of its dtype.
+
+    With quantization, all but the embeddings take a byte; tied ones serve as the head as well, which does.
+    """
+    if quantization == "none":
+        return num_elements * bytes_per_element
+    embedding = config.vocab_size * config.hidden_size
+    layers = num_elements if config.tie_word_embeddings else num_elements - embedding
+    return layers + embedding * bytes_per_element
+
+
+def check_weights_fit(name: str, *, num_elements: int, num_bytes: int, precision: str, free: int) -> None:
     """Raises ModelLoadError, with the numbers and the remedies, for a model whose weights alone exceed the free memory:
     loading it would end with the system killing this process or another, without a word.
 
-    num_elements: in all tensors; free: bytes on the device.
+    num_elements: in all tensors; num_bytes: what they take in this precision; free: bytes on the device.
     """
-    needed = num_elements * bytes_per_element
-    if needed <= free:
+    if num_bytes <= free:
         return
-    smaller = "" if bytes_per_element <= 2 else ", load it in --dtype bfloat16"
+    smaller = "" if num_bytes <= 2 * num_elements else ", load it in --dtype bfloat16"
     raise ModelLoadError(
-        f"model {name} needs {needed / GIB:.2f} GiB for its {num_elements} weights in {dtype}, but only "
+        f"model {name} needs {num_bytes / GIB:.2f} GiB for its {num_elements} weights in {precision}, but only "
         f"{free / GIB:.2f} GiB of memory are free; free some, raise the limit that this process runs under{smaller}, "
         "or take a smaller model"
     )

@@ -55,6 +55,12 @@ class WorkerConfig(Settings):
         "data type of weights, activations and KV; auto takes the checkpoint's own, bfloat16 for GGUF",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = setting(
+        "auto",
+        "what linear layers compute in: none is dtype; int8 is 8-bit weights and activations; auto takes int8 for a "
+        "quantized file where the kernels are made for it and dtype is not float32 or float16, otherwise none",
+        choices=("auto", "none", "int8"),
+    )
     device: str = setting("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     kernel_backend: str = setting(
         "auto", "kernels: auto takes the fastest that runs here and says which", choices=("auto", "cpu", "reference")

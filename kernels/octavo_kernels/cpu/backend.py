@@ -46,10 +46,15 @@ def _check_column(tensor: Tensor, name: str, length: int, dtype: torch.dtype) ->
 
 
 class CpuLinear:
-    """A linear layer whose weights were packed into panels; holds no reference to the original tensor."""
+    """A linear layer whose weights were packed into panels; holds no reference to the original tensor.
 
-    def __init__(self, backend: CpuBackend, weight: Tensor, bias: Tensor | None) -> None:
-        code = _dtype_code(weight, "weight")
+    group: None keeps the weight's dtype; a number quantizes to 8 bits, for activations of `dtype` in groups of as many.
+    """
+
+    def __init__(
+        self, backend: CpuBackend, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, group: int | None = None
+    ) -> None:
+        _dtype_code(weight, "weight")
         if weight.dim() != 2 or weight.stride(1) != 1:
             _refuse("weight", weight, "two dimensions, the last contiguous, are needed")
         self.out_features, self.in_features = weight.shape
@@ -61,25 +66,28 @@ class CpuLinear:
                 _refuse("bias", bias, f"a ({self.out_features},) is needed")
             bias = bias.to(torch.float32).contiguous()
             bias_pointer = bias.data_ptr()
-        self._dtype = weight.dtype
+        self._dtype = dtype
         self._backend = backend  # keeps the context alive
         self._context = backend._context
-        self._call = backend._library.octavo_linear
+        library = backend._library
+        self._call = library.octavo_linear
         handle = ctypes.c_void_p()
+        create = library.octavo_linear_create if group is None else library.octavo_linear_create_int8
         backend._check(
-            backend._library.octavo_linear_create(
+            create(
                 self._context,
-                code,
+                _DTYPES[dtype],
                 weight.data_ptr(),
                 weight.stride(0),
                 self.out_features,
                 self.in_features,
                 bias_pointer,
+                *(() if group is None else (group,)),
                 ctypes.byref(handle),
             )
         )
         self._handle = handle
-        weakref.finalize(self, backend._library.octavo_linear_destroy, handle).atexit = False
+        weakref.finalize(self, library.octavo_linear_destroy, handle).atexit = False
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if x.dtype is not self._dtype or x.dim() != 2 or x.shape[1] != self.in_features or x.stride(1) != 1:
@@ -118,6 +126,7 @@ class CpuBackend:
 
     name = "cpu"
     row_invariant = True
+    has_fast_int8 = True
 
     def __init__(
         self, *, num_threads: int | None = None, isa: str | None = None, spin_us: int = DEFAULT_SPIN_US
@@ -147,7 +156,16 @@ class CpuBackend:
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
         """Packs `weight` into panels; the layer keeps the weight's dtype."""
-        return CpuLinear(self, weight, bias)
+        return CpuLinear(self, weight, bias, weight.dtype)
+
+    def int8_linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype, group: int | None = None
+    ) -> CpuLinear:
+        """Quantizes `weight` and packs it into panels."""
+        if dtype not in _DTYPES:
+            raise InvalidArgumentError(f"dtype is {dtype}; float32, bfloat16 and float16 are supported")
+        whole = (weight.shape[-1] + 63) // 64 * 64
+        return CpuLinear(self, weight.to(torch.float32), bias, dtype, whole if group is None else group)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         code = _dtype_code(x, "x")

@@ -16,7 +16,7 @@ from octavo_kernels.errors import BackendUnavailableError
 LIBRARY_PATH = Path(__file__).with_name("liboctavo_cpu.so")
 # Forces an instruction set; for tests and for comparing machines.
 ISA_VARIABLE = "OCTAVO_CPU_ISA"
-_INTERFACE_VERSION = 2
+_INTERFACE_VERSION = 3
 
 
 class PagedKV(Structure):
@@ -40,6 +40,7 @@ _P, _I, _N, _KV = c_void_p, c_int32, c_int64, POINTER(PagedKV)
 # Arguments, the context first, of the functions that return 0 or a status with a message.
 _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "octavo_linear_create": (_P, _I, _P, _N, _N, _N, _P, POINTER(c_void_p)),
+    "octavo_linear_create_int8": (_P, _I, _P, _N, _N, _N, _P, _N, POINTER(c_void_p)),
     "octavo_linear": (_P, _P, _P, _N, _N, _P, _N, _P),
     "octavo_rms_norm": (_P, _I, _I, _P, _N, _N, _N, _N, _N, _P, c_float, _P),
     "octavo_rotary": (_P, _I, _P, _N, _N, _N, _N, _P, _P, _N, _N),

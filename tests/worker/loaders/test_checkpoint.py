@@ -9,7 +9,15 @@ from octavo.errors import ModelLoadError
 from octavo_worker.loaders import checkpoint
 from octavo_worker.loaders.checkpoint import open_checkpoint
 from octavo_worker.loaders.source import find_model
-from tests.worker.checkpoints import tiny_config, tiny_weights, write_checkpoint
+from tests.worker.cases import gguf_case, plain_vocabulary
+from tests.worker.checkpoints import (
+    gguf_metadata,
+    gguf_tensors,
+    tiny_config,
+    tiny_weights,
+    write_checkpoint,
+    write_gguf,
+)
 
 
 def opened(folder: Path) -> checkpoint.Checkpoint:
@@ -48,6 +56,15 @@ def test_digest_follows_the_content(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert opened(write_checkpoint(tmp_path / "d", config | {"rope_theta": 5.0})).digest() != first
     assert opened(write_checkpoint(tmp_path / "e", config | {"torch_dtype": "bfloat16"})).digest() == first
     assert len(first) == 64
+
+
+def test_which_weights_are_quantized(tmp_path: Path, default_model: Path) -> None:
+    config = gguf_case("llama")
+    metadata = gguf_metadata(config) | plain_vocabulary(config["vocab_size"])
+    plain = write_gguf(tmp_path / "plain.gguf", metadata, gguf_tensors(config, tiny_weights(config)))
+    assert not opened(plain).weights.is_quantized()
+    assert not opened(write_checkpoint(tmp_path / "folder", tiny_config())).weights.is_quantized()
+    assert opened(default_model).weights.is_quantized()
 
 
 def test_tokenizer_of_a_folder(tmp_path: Path) -> None:

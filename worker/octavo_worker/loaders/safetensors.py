@@ -84,6 +84,9 @@ class SafetensorsWeights:
     def num_elements(self) -> int:
         return sum(math.prod(entry.shape) for entry in self.entries.values())
 
+    def is_quantized(self) -> bool:
+        return False  # quantized formats are not read
+
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors in a safetensors file. Raises ModelLoadError when it is missing, cut off or not in the format."""

@@ -37,6 +37,10 @@ class Weights(Protocol):
         """The number of values in all tensors."""
         ...
 
+    def is_quantized(self) -> bool:
+        """Whether most values are stored in less than 16 bits."""
+        ...
+
 
 class GGUFWeights:
     """The tensors of a GGUF file, dequantized."""
@@ -62,6 +66,9 @@ class GGUFWeights:
 
     def num_elements(self) -> int:
         return sum(math.prod(tensor.shape) for tensor in self._file.tensors.values())
+
+    def is_quantized(self) -> bool:
+        return sum(tensor.num_bytes for tensor in self._file.tensors.values()) < 1.5 * self.num_elements()
 
 
 def _unpermute(values: Tensor, num_heads: int) -> Tensor:

@@ -8,31 +8,16 @@ computed is the backend's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo_kernels.backend import AttentionBatch, Backend, LayerKV, Linear
+from octavo_kernels.backend import AttentionBatch, Backend, LayerKV
 from octavo_worker.loaders.config import ModelConfig
 from octavo_worker.loaders.weights import Weights
+from octavo_worker.models.layers import Layer, LayerReader, Quantization
 from octavo_worker.models.rope import RotaryTable
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The weights of one layer. The norms of queries and keys are None where the model has none."""
-
-    input_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
-    sliding_window: int | None
 
 
 class Decoder:
@@ -50,28 +35,26 @@ class Decoder:
         dtype: torch.dtype,
         *,
         num_sampled: int,
+        quantization: Quantization = "none",
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Reads the weights and prepares them for the backend. on_progress is called after each layer.
 
+        quantization: what the linear layers compute in, see `layers`; "none" is dtype.
         Raises ModelLoadError for a tensor that is missing or has a shape that the config does not ask for.
         """
         self.config, self.dtype, self.num_sampled = config, dtype, num_sampled
-        self.num_parameters = 0
-        self._backend, self._weights = backend, weights
+        self._backend = backend
         self._scale = config.head_dim**-0.5
-        width = config.hidden_size
-        self._embedding = self._tensor("model.embed_tokens.weight", config.vocab_size, width)
+        reader = LayerReader(config, weights, backend, dtype, quantization)
+        self._embedding = reader.embedding()
         self._layers: list[Layer] = []
         for index in range(config.num_layers):
-            self._layers.append(self._read_layer(index))
+            self._layers.append(reader.layer(index))
             on_progress()
-        self._norm = self._tensor("model.norm.weight", width)
-        tied = config.tie_word_embeddings
-        head = self._embedding if tied else self._tensor("lm_head.weight", config.vocab_size, width)
-        self._head = backend.linear(head[:num_sampled])
+        self._norm, self._head = reader.head(num_sampled)
+        self.num_parameters = reader.num_parameters
         self._rotary = RotaryTable(config.rope, config.head_dim, config.max_model_len, backend.device)
-        del self._weights
 
     @property
     def needs_prompt_lens(self) -> bool:
@@ -151,35 +134,3 @@ class Decoder:
             q, k = by_head[:, :heads], by_head[:, heads : heads + kv_heads]
         ops.write_kv(k, v, kv, batch.slots)
         return ops.paged_attention(q, kv, batch, scale=self._scale, sliding_window=layer.sliding_window)
-
-    def _tensor(self, name: str, *shape: int) -> Tensor:
-        tensor = self._weights.get(name, shape, self.dtype)
-        self.num_parameters += tensor.numel()
-        return tensor.to(self._backend.device)
-
-    def _read_layer(self, index: int) -> Layer:
-        config, prefix = self.config, f"model.layers.{index}."
-        width, inner = config.hidden_size, config.intermediate_size
-        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        return Layer(
-            input_norm=self._tensor(prefix + "input_layernorm.weight", width),
-            qkv=self._linear(
-                [(attention + "q_proj", q_width), (attention + "k_proj", kv_width), (attention + "v_proj", kv_width)],
-                width,
-                bias=config.qkv_bias,
-            ),
-            q_norm=self._tensor(attention + "q_norm.weight", config.head_dim) if config.qk_norm else None,
-            k_norm=self._tensor(attention + "k_norm.weight", config.head_dim) if config.qk_norm else None,
-            output=self._linear([(attention + "o_proj", width)], q_width, bias=config.output_bias),
-            mlp_norm=self._tensor(prefix + "post_attention_layernorm.weight", width),
-            gate_up=self._linear([(mlp + "gate_proj", inner), (mlp + "up_proj", inner)], width, bias=config.mlp_bias),
-            down=self._linear([(mlp + "down_proj", width)], inner, bias=config.mlp_bias),
-            sliding_window=config.sliding_windows[index],
-        )
-
-    def _linear(self, parts: list[tuple[str, int]], in_features: int, *, bias: bool) -> Linear:
-        """One linear layer out of several whose outputs stand side by side."""
-        weight = torch.cat([self._tensor(f"{name}.weight", out, in_features) for name, out in parts])
-        biases = torch.cat([self._tensor(f"{name}.bias", out) for name, out in parts]) if bias else None
-        return self._backend.linear(weight, biases)

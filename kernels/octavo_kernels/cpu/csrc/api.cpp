@@ -19,7 +19,7 @@
 namespace octavo {
 namespace {
 
-constexpr int32_t kInterfaceVersion = 2;
+constexpr int32_t kInterfaceVersion = 3;
 
 thread_local std::string last_error;
 
@@ -58,7 +58,9 @@ int32_t guarded(const Function& function) {
 const Kernels* const kAllKernels[] = {
 #if defined(__x86_64__)
     &kernels_avx512_bf16,
+    &kernels_avx512_vnni,
     &kernels_avx512,
+    &kernels_avx2_vnni,
     &kernels_avx2,
 #endif
     &kernels_generic,
@@ -70,8 +72,11 @@ bool runs_here(const Kernels* kernels) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (kernels == &kernels_avx512_bf16) return avx512 && __builtin_cpu_supports("avx512bf16");
+  const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  if (kernels == &kernels_avx512_bf16) return avx512_vnni && __builtin_cpu_supports("avx512bf16");
+  if (kernels == &kernels_avx512_vnni) return avx512_vnni;
   if (kernels == &kernels_avx512) return avx512;
+  if (kernels == &kernels_avx2_vnni) return avx2 && __builtin_cpu_supports("avxvnni");
   if (kernels == &kernels_avx2) return avx2;
 #endif
   return kernels == &kernels_generic;
@@ -101,6 +106,40 @@ void pack_panel(void* context, int64_t panel, int) {
     const Item* from = reinterpret_cast<const Item*>(job.weight) + (first + j) * job.stride;
     for (int64_t k = 0; k < layer.in_features; ++k)
       to[PAIRS ? (k / 2 * kPanelColumns + j) * 2 + k % 2 : k * kPanelColumns + j] = from[k];
+  }
+}
+
+// Quantizes each output column: its scale is its largest magnitude over 127, its values round to nearest even. A
+// column that is nothing but zeros (or next to it) gets scale 0; one that is not finite gets scale NaN.
+void pack_panel_int8(void* context, int64_t panel, int) {
+  const PackJob& job = *static_cast<const PackJob*>(context);
+  const PackedLinear& layer = *job.layer;
+  uint8_t* to = reinterpret_cast<uint8_t*>(layer.data + panel * layer.panel_bytes);
+  std::memset(to, 128, static_cast<size_t>(layer.panel_bytes));
+  const int64_t first = panel * kPanelColumns;
+  const int64_t columns = std::min(kPanelColumns, layer.out_features - first);
+  for (int64_t j = 0; j < columns; ++j) {
+    const float* from = reinterpret_cast<const float*>(job.weight) + (first + j) * job.stride;
+    uint32_t top = 0;  // magnitudes compare as integers, NaN above all
+    for (int64_t k = 0; k < layer.in_features; ++k) {
+      uint32_t bits;
+      std::memcpy(&bits, from + k, sizeof bits);
+      top = std::max(top, bits & 0x7fffffffu);
+    }
+    float magnitude;
+    std::memcpy(&magnitude, &top, sizeof magnitude);
+    if (top >= 0x7f800000u) {
+      layer.scales[first + j] = __builtin_nanf("");
+    } else if (magnitude >= 0x1p-100f) {
+      layer.scales[first + j] = magnitude / 127.0f;
+      const float inverse = 127.0f / magnitude;
+      for (int64_t k = 0; k < layer.in_features; ++k) {
+        const float shifted = from[k] * inverse + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+        uint32_t bits;
+        std::memcpy(&bits, &shifted, sizeof bits);
+        to[(k / 4 * kPanelColumns + j) * 4 + k % 4] = static_cast<uint8_t>(bits + 128);  // its low byte is the integer
+      }
+    }
   }
 }
 
@@ -161,6 +200,40 @@ OCTAVO_API int32_t octavo_linear_create(void* context, int32_t dtype, const void
   });
 }
 
+// Quantizes fp32 weights to 8 bits. dtype: of the activations; group: see PackedLinear.
+OCTAVO_API int32_t octavo_linear_create_int8(void* context, int32_t dtype, const void* weight, int64_t stride,
+                                             int64_t out_features, int64_t in_features, const float* bias,
+                                             int64_t group, void** out) {
+  return guarded([&] {
+    Context& ctx = *static_cast<Context*>(context);
+    if (group < 64 || group % 64 != 0)
+      refuse("group is %lld; it must be a multiple of 64", static_cast<long long>(group));
+    // Sums of int32: 131,072 * 127 * 127 is just below 2^31.
+    if (std::min(in_features, group) > 131072)
+      refuse("in_features is %lld; 8-bit layers sum at most 131072", static_cast<long long>(in_features));
+    std::unique_ptr<PackedLinear> layer(new PackedLinear{});
+    layer->dtype = dtype;
+    layer->in_features = in_features;
+    layer->out_features = out_features;
+    layer->group = group;
+    layer->num_panels = (out_features + kPanelColumns - 1) / kPanelColumns;
+    layer->panel_bytes = (in_features + 3) / 4 * 4 * kPanelColumns;
+    const int64_t weight_bytes = layer->num_panels * layer->panel_bytes;
+    const int64_t column_bytes = layer->num_panels * kPanelColumns * int64_t{sizeof(float)};
+    layer->data = static_cast<char*>(
+        arena_allocate(static_cast<size_t>(weight_bytes + (bias == nullptr ? 1 : 2) * column_bytes)));
+    layer->scales = reinterpret_cast<float*>(layer->data + weight_bytes);
+    if (bias != nullptr) {
+      layer->bias = reinterpret_cast<float*>(layer->data + weight_bytes + column_bytes);
+      std::memcpy(layer->bias, bias, static_cast<size_t>(out_features) * sizeof(float));
+    }
+    PackJob job{layer.get(), static_cast<const char*>(weight), stride};
+    Pool::Session session(ctx.pool);
+    ctx.pool.run(layer->num_panels, pack_panel_int8, &job);
+    *out = layer.release();
+  });
+}
+
 OCTAVO_API void octavo_linear_destroy(void* linear) {
   PackedLinear* layer = static_cast<PackedLinear*>(linear);
   arena_free(layer->data);
@@ -174,7 +247,7 @@ OCTAVO_API int32_t octavo_linear(void* context, void* linear, const void* x, int
     const LinearArgs args{static_cast<const PackedLinear*>(linear), static_cast<const char*>(x), x_stride, rows,
                           static_cast<const char*>(residual), residual_stride, static_cast<char*>(out)};
     Pool::Session session(ctx.pool);
-    ctx.kernels->linear(ctx.pool, args);
+    (args.layer->group == 0 ? ctx.kernels->linear : ctx.kernels->linear_int8)(ctx.pool, args);
   });
 }
 

@@ -17,14 +17,17 @@ constexpr int64_t kPanelColumns = 48;
 
 // Weights of one linear layer in panels of 48 columns, zero-padded.
 //   f32, f16: panel[k][48]            bf16: panel[k / 2][48][k % 2]
+//   8 bits: panel[k / 4][48][k % 4], unsigned and 128 too large, times `scales` of the column
 struct PackedLinear {
-  int32_t dtype;
+  int32_t dtype;  // of activations, and of weights that are not of 8 bits
   int64_t in_features;
   int64_t out_features;
   int64_t num_panels;
   int64_t panel_bytes;
   char* data;
-  float* bias;  // null, or num_panels * 48, zero-padded
+  float* bias;    // null, or num_panels * 48, zero-padded
+  float* scales;  // weights of 8 bits: num_panels * 48, zero-padded
+  int64_t group;  // weights of 8 bits: K that share a scale of the activations, a multiple of 64; otherwise 0
 };
 
 struct LinearArgs {
@@ -109,6 +112,7 @@ struct GumbelArgs {
 struct Kernels {
   const char* name;
   void (*linear)(Pool&, const LinearArgs&);
+  void (*linear_int8)(Pool&, const LinearArgs&);
   void (*rms_norm)(Pool&, const RmsNormArgs&);
   void (*rotary)(Pool&, const RotaryArgs&);
   void (*silu_mul)(Pool&, const SiluMulArgs&);
@@ -120,7 +124,9 @@ struct Kernels {
 extern const Kernels kernels_generic;
 #if defined(__x86_64__)
 extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx2_vnni;
 extern const Kernels kernels_avx512;
+extern const Kernels kernels_avx512_vnni;
 extern const Kernels kernels_avx512_bf16;
 #endif
 

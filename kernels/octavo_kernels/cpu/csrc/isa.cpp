@@ -24,6 +24,7 @@ namespace {
 
 #include "elementwise.h"
 #include "linear.h"
+#include "linear_int8.h"
 
 #include "attention.h"
 #include "sampling.h"
@@ -31,15 +32,25 @@ namespace {
 }  // namespace
 }  // namespace OCTAVO_ISA
 
-const Kernels OCTAVO_TABLE(OCTAVO_ISA) = {
-    OCTAVO_NAME(OCTAVO_ISA),
-    OCTAVO_ISA::linear::run,
-    OCTAVO_ISA::elementwise::rms_norm,
-    OCTAVO_ISA::elementwise::rotary,
-    OCTAVO_ISA::elementwise::silu_mul,
-    OCTAVO_ISA::elementwise::write_kv,
-    OCTAVO_ISA::attention::run,
-    OCTAVO_ISA::sampling::run,
-};
+// One table; INT8 is the arithmetic of layers with 8-bit weights.
+#define OCTAVO_KERNELS(NAME, INT8)                                                                                \
+  {                                                                                                               \
+      OCTAVO_NAME(NAME), OCTAVO_ISA::linear::run, OCTAVO_ISA::linear_int8::run<OCTAVO_ISA::linear_int8::INT8>,    \
+      OCTAVO_ISA::elementwise::rms_norm, OCTAVO_ISA::elementwise::rotary, OCTAVO_ISA::elementwise::silu_mul,      \
+      OCTAVO_ISA::elementwise::write_kv, OCTAVO_ISA::attention::run, OCTAVO_ISA::sampling::run,                   \
+  }
+
+// Every processor with the bf16 instructions of AVX-512 has vpdpbusd. Those without differ in nothing else, so one
+// unit has both tables.
+#if defined(OCTAVO_AVX512_BF16)
+const Kernels kernels_avx512_bf16 = OCTAVO_KERNELS(avx512_bf16, Bytes);
+#else
+const Kernels OCTAVO_TABLE(OCTAVO_ISA) = OCTAVO_KERNELS(OCTAVO_ISA, Halves);
+#endif
+#if defined(OCTAVO_AVX512)
+const Kernels kernels_avx512_vnni = OCTAVO_KERNELS(avx512_vnni, Bytes);
+#elif defined(OCTAVO_AVX2)
+const Kernels kernels_avx2_vnni = OCTAVO_KERNELS(avx2_vnni, Bytes);
+#endif
 
 }  // namespace octavo

@@ -208,6 +208,42 @@ OCTAVO_INLINE float largest(F a) {
   return result;
 }
 
+OCTAVO_INLINE U larger_signed(U a, U b) {
+#if OCTAVO_VECTOR_BYTES == 64
+  U r;
+  OCTAVO_PARTS r.part[i] = (vu)_mm512_max_epi32((__m512i)a.part[i], (__m512i)b.part[i]);
+  return r;
+#elif OCTAVO_VECTOR_BYTES == 32
+  U r;
+  OCTAVO_PARTS r.part[i] = (vu)_mm256_max_epi32((__m256i)a.part[i], (__m256i)b.part[i]);
+  return r;
+#else
+  return choose(less_signed(a, b), b, a);
+#endif
+}
+OCTAVO_INLINE int32_t largest_of(U a) {
+#if OCTAVO_VECTOR_BYTES == 64
+  return _mm512_reduce_max_epi32((__m512i)a.part[0]);
+#else
+  int32_t lane[kLanes];
+  store_u(lane, a);
+  int32_t result = lane[0];
+  for (int i = 1; i < kLanes; ++i) result = lane[i] > result ? lane[i] : result;
+  return result;
+#endif
+}
+// Modulo 2^32.
+OCTAVO_INLINE uint32_t sum_of(U a) {
+#if OCTAVO_VECTOR_BYTES == 64
+  return static_cast<uint32_t>(_mm512_reduce_add_epi32((__m512i)a.part[0]));
+#else
+  uint32_t lane[kLanes], result = 0;
+  store_u(lane, a);
+  for (int i = 0; i < kLanes; ++i) result += lane[i];
+  return result;
+#endif
+}
+
 // 0, 1, ... 15
 OCTAVO_INLINE U iota() {
   static const uint32_t lanes[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

@@ -1,0 +1,149 @@
+"""Reads a model's weights and prepares them for a backend: the layers that a `Decoder` computes with.
+
+With quantization "int8" the linear layers and the head take weights and activations of 8 bits. The residual stream is
+rotated then (`rotation`): the embeddings and the layers that write to it are multiplied by the rotation, those that
+read it by its inverse and by the gains of the norm before them, which become ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from octavo_kernels.backend import Backend, Linear
+from octavo_worker.loaders.config import ModelConfig
+from octavo_worker.loaders.weights import Weights
+from octavo_worker.models.rotation import Rotation
+
+Quantization = Literal["none", "int8"]
+
+# Activations that do not come from the residual stream are not rotated; scales for groups keep their outliers apart.
+_ACTIVATION_GROUP = 64
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The weights of one layer. The norms of queries and keys are None where the model has none."""
+
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    sliding_window: int | None
+
+
+class LayerReader:
+    """Gives the parts of a model, each to be asked for once; the embedding before the head.
+
+    num_parameters counts what was read so far. Raises ModelLoadError for a tensor that is missing or has a shape that
+    the config does not ask for.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, backend: Backend, dtype: torch.dtype, quantization: Quantization
+    ) -> None:
+        self.num_parameters = 0
+        self._config, self._weights, self._backend, self._dtype = config, weights, backend, dtype
+        self._rotation = None if quantization == "none" else Rotation(config.hidden_size)
+        self._read_dtype = dtype if self._rotation is None else torch.float32
+        self._tied: Tensor | None = None
+
+    def embedding(self) -> Tensor:
+        """(vocab_size, hidden_size) in the model's dtype."""
+        config = self._config
+        table = self._tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        if config.tie_word_embeddings:
+            self._tied = table
+        if self._rotation is None:
+            return table.to(self._backend.device)
+        return self._rotation.rotate(table).to(self._backend.device, self._dtype)
+
+    def layer(self, index: int) -> Layer:
+        """The layer of this index."""
+        config, prefix = self._config, f"model.layers.{index}."
+        inner = config.intermediate_size
+        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        input_norm, qkv = self._reading(
+            prefix + "input_layernorm.weight",
+            [(attention + "q_proj", q_width), (attention + "k_proj", kv_width), (attention + "v_proj", kv_width)],
+            bias=config.qkv_bias,
+        )
+        output = self._writing(attention + "o_proj", q_width, bias=config.output_bias)
+        mlp_norm, gate_up = self._reading(
+            prefix + "post_attention_layernorm.weight",
+            [(mlp + "gate_proj", inner), (mlp + "up_proj", inner)],
+            bias=config.mlp_bias,
+        )
+        return Layer(
+            input_norm=input_norm,
+            qkv=qkv,
+            q_norm=self._head_norm(attention + "q_norm.weight"),
+            k_norm=self._head_norm(attention + "k_norm.weight"),
+            output=output,
+            mlp_norm=mlp_norm,
+            gate_up=gate_up,
+            down=self._writing(mlp + "down_proj", inner, bias=config.mlp_bias),
+            sliding_window=config.sliding_windows[index],
+        )
+
+    def head(self, num_rows: int) -> tuple[Tensor, Linear]:
+        """The last norm and the first rows of the head."""
+        config = self._config
+        gains = self._tensor("model.norm.weight", config.hidden_size)
+        table = self._tied
+        if table is None:
+            table = self._tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+        self._tied = None
+        return self._behind_norm(gains, table[:num_rows], None)
+
+    def _reading(self, norm: str, parts: list[tuple[str, int]], *, bias: bool) -> tuple[Tensor, Linear]:
+        """A norm of the residual stream and the layer behind it, of one or more whose outputs stand side by side."""
+        width = self._config.hidden_size
+        gains = self._tensor(norm, width)
+        weight = torch.cat([self._tensor(f"{name}.weight", out, width) for name, out in parts])
+        biases = torch.cat([self._tensor(f"{name}.bias", out) for name, out in parts]) if bias else None
+        return self._behind_norm(gains, weight, biases)
+
+    def _behind_norm(self, gains: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Linear]:
+        if self._rotation is None:
+            return gains.to(self._backend.device), self._linear(weight, bias)
+        folded = self._rotation.rotate(weight * gains)
+        ones = torch.ones_like(gains, dtype=self._dtype, device=self._backend.device)
+        return ones, self._int8_linear(folded, bias, group=None)
+
+    def _writing(self, name: str, in_features: int, *, bias: bool) -> Linear:
+        """A layer whose output is added to the residual stream."""
+        width = self._config.hidden_size
+        weight = self._tensor(f"{name}.weight", width, in_features)
+        biases = self._tensor(f"{name}.bias", width) if bias else None
+        if self._rotation is None:
+            return self._linear(weight, biases)
+        biases = None if biases is None else self._rotation.rotate(biases)
+        return self._int8_linear(self._rotation.rotate(weight, dim=0), biases, group=_ACTIVATION_GROUP)
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        device = self._backend.device
+        return self._backend.linear(weight.to(device), None if bias is None else bias.to(device))
+
+    def _int8_linear(self, weight: Tensor, bias: Tensor | None, *, group: int | None) -> Linear:
+        device = self._backend.device
+        on_device = None if bias is None else bias.to(device)
+        return self._backend.int8_linear(weight.to(device), on_device, dtype=self._dtype, group=group)
+
+    def _head_norm(self, name: str) -> Tensor | None:
+        if not self._config.qk_norm:
+            return None
+        return self._tensor(name, self._config.head_dim).to(self._backend.device, self._dtype)
+
+    def _tensor(self, name: str, *shape: int) -> Tensor:
+        tensor = self._weights.get(name, shape, self._read_dtype)
+        self.num_parameters += tensor.numel()
+        return tensor
