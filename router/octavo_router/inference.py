@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from octavo.errors import DeadlineError, ModelNotFoundError
@@ -26,6 +26,8 @@ from octavo_router.request import (
     RequestUpdate,
     ResumedSample,
     SampleDelta,
+    Sampling,
+    Stopping,
     TokenLogprobs,
     TokenRules,
     Usage,
@@ -115,7 +117,9 @@ class Inference:
                 return
             yield first
             async for update in stream:
-                yield self._response(request_id, update, calls)
+                response = self._response(request_id, update)
+                await _read_calls(calls, response.deltas)
+                yield response
         finally:
             stream.cancel()
 
@@ -208,14 +212,7 @@ class Inference:
         echoes: Sequence[str] = [echo] * sampling.n if echo else ()
         resumed: tuple[ResumedSample, ...] = ()
         if is_resumed:
-            resume.check_prompt(request.resume, prompt.token_ids)
-            resumed = resume.resumed_samples(
-                request.resume,
-                sampling,
-                num_echo_bytes=len(echo.encode()),
-                max_tokens=stopping.max_tokens,
-                vocab_size=model.vocab_size,
-            )
+            resumed = self._resumed(request.resume, prompt, sampling, stopping, num_echo_bytes=len(echo.encode()))
             if echo:
                 echoes = resume.unsent_echo(request.resume, sampling, echo)
         accepted = Request(
@@ -247,6 +244,19 @@ class Inference:
             rules = dataclasses.replace(rules, grammar=await self._grammars.compile(source))
         return rules
 
+    def _resumed(
+        self, held: pb.Resume, prompt: Prompt, sampling: Sampling, stopping: Stopping, *, num_echo_bytes: int
+    ) -> tuple[ResumedSample, ...]:
+        """What the caller holds of each sample, checked."""
+        resume.check_prompt(held, prompt.token_ids)
+        return resume.resumed_samples(
+            held,
+            sampling,
+            num_echo_bytes=num_echo_bytes,
+            max_tokens=stopping.max_tokens,
+            vocab_size=self._engine.model.vocab_size,
+        )
+
     async def _echo(self, request: pb.GenerateRequest, prompt: Prompt, output: Output) -> str:
         """The prompt's text as the answer repeats it: as it was given, or decoded from the ids that were given."""
         if prompt.text is not None:
@@ -269,17 +279,13 @@ class Inference:
             request_id=accepted.request_id, model=self.model_name, prompt=prompt_info, deltas=deltas
         )
 
-    def _response(self, request_id: str, update: RequestUpdate, calls: CallReader | None) -> pb.GenerateResponse:
-        response = pb.GenerateResponse(
+    def _response(self, request_id: str, update: RequestUpdate) -> pb.GenerateResponse:
+        return pb.GenerateResponse(
             request_id=request_id,
             model=self.model_name,
             deltas=[_delta_message(delta) for delta in update.deltas],
             usage=_usage_message(update.usage),
         )
-        if calls is not None:
-            for delta in response.deltas:
-                calls.read(delta)
-        return response
 
     async def _only_response(
         self, first: pb.GenerateResponse, stream: RequestStream, calls: CallReader | None
@@ -293,9 +299,7 @@ class Inference:
                 first.MergeFrom(pb.GenerateResponse(usage=_usage_message(update.usage)))
         del first.deltas[:]
         first.deltas.extend(joined.messages())
-        if calls is not None:
-            for delta in first.deltas:
-                calls.read(delta, start=echo_lengths.get(delta.sample_index, 0))
+        await _read_calls(calls, first.deltas, echo_lengths)
         return first
 
 
@@ -370,6 +374,20 @@ async def _add_prompt_logprobs(prompt: pb.PromptInfo, stream: RequestStream) -> 
         prompt.logprobs.append(_logprobs_message(entry))
         if index % _ENTRIES_AT_ONCE == 0:
             await asyncio.sleep(0)
+
+
+async def _read_calls(
+    calls: CallReader | None, deltas: Iterable[pb.SampleDelta], starts: Mapping[int, int] | None = None
+) -> None:
+    """Adds to deltas what their text says, from where it starts on by sample; much text in a thread."""
+    if calls is None:
+        return
+    for delta in deltas:
+        start = starts.get(delta.sample_index, 0) if starts else 0
+        if calls.has_much_to_read(delta):
+            await asyncio.to_thread(calls.read, delta, start=start)
+        else:
+            calls.read(delta, start=start)
 
 
 async def _before(deadline: float | None, work: Awaitable[T]) -> T:
