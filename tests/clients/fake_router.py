@@ -85,7 +85,7 @@ def cut_off(num_responses: int, error: OctavoError | None = None) -> Answer:
         request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[inference_pb2.GenerateResponse]:
         context.send_initial_metadata((("octavo-accepted", "1"),))
-        # Where a status comes in the same instant, grpc.aio may never show the metadata; a router lives longer than that.
+        # grpc.aio may never show metadata behind which the status comes at once; a router lives longer than that.
         time.sleep(METADATA_HEAD_START_S)
         yield from itertools.islice(echo_in_capitals(request, context), num_responses)
         if error is not None:
