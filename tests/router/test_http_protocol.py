@@ -165,6 +165,7 @@ async def test_what_a_body_brings_gives_it_more_time() -> None:
 
 
 async def test_an_idle_connection_is_kept_between_requests() -> None:
+    """It was closed after 5 s (BR-087): the limits of a request do not hold for the pause behind it."""
     async with serving(HASTY) as port, connected(port) as connection:
         connection[1].write(GET + b"\r\n")
         assert await answer(connection) == (200, b"empty")
