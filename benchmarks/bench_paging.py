@@ -1,7 +1,7 @@
 """What paging the KV memory gains: Octavo against slots of the maximum length with static batches, in one run.
 
     make bench-paging
-    python benchmarks/bench_paging.py --scale 1 --requests 48
+    python benchmarks/bench_paging.py --scale 0.5 --requests 96
 
 All sides are the same server, the same kernels and the same KV memory: four sequences of the maximum length. With
 slots, that memory holds four requests, since each reserves the maximum length in one piece; they run as a static batch,
@@ -394,10 +394,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=None, help="a GGUF file or a folder; unset: the default model")
     parser.add_argument("--dtype", default="bfloat16", help="data type")
     parser.add_argument("--threads", type=int, default=2, help="compute threads")
-    parser.add_argument("--requests", type=int, default=96, help="requests of the trace")
-    parser.add_argument("--short-requests", type=int, default=96, help="requests around the long one")
+    parser.add_argument("--requests", type=int, default=64, help="requests of the trace")
+    parser.add_argument("--short-requests", type=int, default=64, help="requests around the long one")
     parser.add_argument("--clients", type=int, default=32, help="clients that send them")
-    parser.add_argument("--scale", type=float, default=0.5, help="factor on the lengths of the trace")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor on the lengths of the trace")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder for the JSON file")
     parser.add_argument("--plot", type=Path, default=None, help="SVG file for the plot; unset: beside the JSON file")
     return parser.parse_args()

@@ -28,7 +28,7 @@ MAX_REASON_LENGTH = 400
 # schema's own "x-guidance" every entry counts more than these.
 _JSON_OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # The worker's: what compiles here compiles there.
-_LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
+_LIMITS = LLParserLimits(max_lexer_states=100_000, step_max_items=20_000, verbose_errors=False)
 _LENGTH = struct.Struct(">I")
 # Lines of an error that only point into the text: "   1 | start: foo" and "   ^^^".
 _POINTERS = re.compile(r"\s*\d+ \|.*|[\s^]*")

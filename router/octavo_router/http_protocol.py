@@ -112,6 +112,10 @@ class _LimitedHttpProtocol(HttpToolsProtocol):
         if not self._refused:
             super().on_message_complete()
 
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn calls where it cannot go on with what came."""
+        self._refuse(HTTPStatus.BAD_REQUEST, "what came is not HTTP/1.1, or is not well-formed")
+
     def _fits(self, num_bytes: int, *, headers: int) -> bool:
         """Counts a part of the head. Refuses the request once it is over a limit."""
         self._head_bytes += num_bytes

@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeVar
 
@@ -27,6 +27,8 @@ from octavo_router.request import (
     RequestUpdate,
     ResumedSample,
     SampleDelta,
+    Sampling,
+    Stopping,
     TokenLogprobs,
     TokenRules,
     Usage,
@@ -116,7 +118,9 @@ class Inference:
                 return
             yield first
             async for update in stream:
-                yield self._response(request_id, update, calls)
+                response = self._response(request_id, update)
+                await _read_calls(calls, response.deltas)
+                yield response
         finally:
             stream.cancel()
 
@@ -209,14 +213,7 @@ class Inference:
         echoes: Sequence[str] = [echo] * sampling.n if echo else ()
         resumed: tuple[ResumedSample, ...] = ()
         if is_resumed:
-            resume.check_prompt(request.resume, prompt.token_ids)
-            resumed = resume.resumed_samples(
-                request.resume,
-                sampling,
-                num_echo_bytes=len(echo.encode()),
-                max_tokens=stopping.max_tokens,
-                vocab_size=model.vocab_size,
-            )
+            resumed = self._resumed(request.resume, prompt, sampling, stopping, num_echo_bytes=len(echo.encode()))
             if echo:
                 echoes = resume.unsent_echo(request.resume, sampling, echo)
         accepted = Request(
@@ -248,6 +245,19 @@ class Inference:
             rules = dataclasses.replace(rules, grammar=await self._grammars.compile(source))
         return rules
 
+    def _resumed(
+        self, held: pb.Resume, prompt: Prompt, sampling: Sampling, stopping: Stopping, *, num_echo_bytes: int
+    ) -> tuple[ResumedSample, ...]:
+        """What the caller holds of each sample, checked."""
+        resume.check_prompt(held, prompt.token_ids)
+        return resume.resumed_samples(
+            held,
+            sampling,
+            num_echo_bytes=num_echo_bytes,
+            max_tokens=stopping.max_tokens,
+            vocab_size=self._engine.model.vocab_size,
+        )
+
     async def _echo(self, request: pb.GenerateRequest, prompt: Prompt, output: Output) -> str:
         """The prompt's text as the answer repeats it: as it was given, or decoded from the ids that were given."""
         if prompt.text is not None:
@@ -270,17 +280,13 @@ class Inference:
             request_id=accepted.request_id, model=self.model_name, prompt=prompt_info, deltas=deltas
         )
 
-    def _response(self, request_id: str, update: RequestUpdate, calls: CallReader | None) -> pb.GenerateResponse:
-        response = pb.GenerateResponse(
+    def _response(self, request_id: str, update: RequestUpdate) -> pb.GenerateResponse:
+        return pb.GenerateResponse(
             request_id=request_id,
             model=self.model_name,
             deltas=[_delta_message(delta) for delta in update.deltas],
             usage=None if update.usage is None else _usage_message(update.usage),
         )
-        if calls is not None:
-            for delta in response.deltas:
-                calls.read(delta)
-        return response
 
     async def _only_response(
         self, first: pb.GenerateResponse, stream: RequestStream, calls: CallReader | None
@@ -293,10 +299,8 @@ class Inference:
         if update.usage is not None:
             first.usage.CopyFrom(_usage_message(update.usage))
         for delta in first.deltas:
-            echo = echoes.get(delta.sample_index, "")
-            delta.text = echo + delta.text
-            if calls is not None:
-                calls.read(delta, start=len(echo))
+            delta.text = echoes.get(delta.sample_index, "") + delta.text
+        await _read_calls(calls, first.deltas, {index: len(text) for index, text in echoes.items()})
         return first
 
 
@@ -346,6 +350,20 @@ async def _add_prompt_logprobs(prompt: pb.PromptInfo, stream: RequestStream) -> 
         prompt.logprobs.append(_logprobs_message(entry))
         if index % _ENTRIES_AT_ONCE == 0:
             await asyncio.sleep(0)
+
+
+async def _read_calls(
+    calls: CallReader | None, deltas: Iterable[pb.SampleDelta], starts: Mapping[int, int] | None = None
+) -> None:
+    """Adds to deltas what their text says, from where it starts on by sample; much text in a thread."""
+    if calls is None:
+        return
+    for delta in deltas:
+        start = starts.get(delta.sample_index, 0) if starts else 0
+        if calls.has_much_to_read(delta):
+            await asyncio.to_thread(calls.read, delta, start=start)
+        else:
+            calls.read(delta, start=start)
 
 
 async def _before(deadline: float | None, work: Awaitable[T]) -> T:

@@ -89,9 +89,9 @@ def _set_up_logging(config: RouterConfig) -> None:
         format=f"%(asctime)s %(levelname)-7s {config.router_name} %(name)s: %(message)s",
         force=True,
     )
-    # What these say at info is about themselves.
-    for name in ("uvicorn", "asyncio", "grpc"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    # What these say at info is about themselves, and what uvicorn warns of is what strangers sent, a line each time.
+    for name, level in (("uvicorn", logging.ERROR), ("asyncio", logging.WARNING), ("grpc", logging.WARNING)):
+        logging.getLogger(name).setLevel(level)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from octavo_router.tokenizer import Tokenizer
 
 AUTO = "auto"
+LONG_TEXT = 16 << 10
 _MISTRAL_ID_LENGTH = 9
 
 
@@ -184,6 +185,13 @@ class CallReader:
         self._use = use
         self._held_text = held_text
         self._parsers: dict[int, ToolParser] = {}
+
+    def has_much_to_read(self, delta: pb.SampleDelta) -> bool:
+        """Whether to read a delta takes longer than the event loop should wait."""
+        index, length = delta.sample_index, len(delta.text)
+        if self._held_text is not None and index not in self._parsers:
+            length += len(self._held_text(index))
+        return length > LONG_TEXT
 
     def read(self, delta: pb.SampleDelta, *, start: int = 0) -> None:
         """Adds to a sample's delta what its text says, from the character `start` on, and that it ended with calls."""

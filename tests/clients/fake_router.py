@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from types import TracebackType
@@ -25,6 +26,7 @@ from octavo.v1 import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_gr
 Answer = Callable[[inference_pb2.GenerateRequest, grpc.ServicerContext], Iterator[inference_pb2.GenerateResponse]]
 
 SEED = 7
+METADATA_HEAD_START_S = 0.1
 DIGEST = "digest-of-the-fake"
 
 
@@ -83,6 +85,8 @@ def cut_off(num_responses: int, error: OctavoError | None = None) -> Answer:
         request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[inference_pb2.GenerateResponse]:
         context.send_initial_metadata((("octavo-accepted", "1"),))
+        # grpc.aio may never show metadata behind which the status comes at once; a router lives longer than that.
+        time.sleep(METADATA_HEAD_START_S)
         yield from itertools.islice(echo_in_capitals(request, context), num_responses)
         if error is not None:
             abort(context, error)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import pytest
 
@@ -42,9 +43,7 @@ def test_equal_settings_are_equal_and_none_can_be_changed() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("tensor_parallel_size", "one worker computes on one device; leave it out"),
-        ("disable_log_stats", r"nothing is logged until you call print_stats\(\)"),
-        ("trust_remote_code", "code that comes with a model is never run"),
+        ("quantization", "the model's files say how they are quantized; leave it out"),
         ("port", "it says how others are served; `octavo serve` takes it"),
         ("api_key", "it says how others are served; `octavo serve` takes it"),
         ("max_num_seq", "did you mean max_num_seqs?"),
@@ -54,6 +53,24 @@ def test_equal_settings_are_equal_and_none_can_be_changed() -> None:
 def test_an_unknown_setting_is_refused_with_a_hint(name: str, hint: str) -> None:
     with pytest.raises(TypeError, match=f"an engine has no setting '{name}': {hint}"):
         EngineArgs("m", **{name: 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("tensor_parallel_size", 2, "only as 1, and it is 2: one worker computes on one device; leave it out"),
+        (
+            "disable_log_stats",
+            False,
+            r"only as True, and it is False: nothing is logged until you call print_stats\(\)",
+        ),
+        ("trust_remote_code", True, "only as False, and it is True: code that comes with a model is never run"),
+    ],
+)
+def test_foreign_settings_that_ask_for_something_are_refused(name: str, value: Any, message: str) -> None:
+    """Sizes of tensor parallelism that cannot be failed late and unclearly (BR-113); there is one size here."""
+    with pytest.raises(TypeError, match=f"an engine takes {name} {message}"):
+        EngineArgs("m", **{name: value})
 
 
 def test_foreign_settings_that_ask_for_nothing_are_taken() -> None:

@@ -99,6 +99,7 @@ BAD_BODIES: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("case", BAD_BODIES)
 @pytest.mark.usefixtures("stream_unharmed")
 def test_bad_body_is_refused(tiny_server: Server, case: str) -> None:
+    """A stop token outside the vocabulary killed the engine, or wrote into another request (BR-031)."""
     body, names = BAD_BODIES[case]
     response = post(tiny_server, body)
     assert response.status_code == 400, response.text
@@ -107,9 +108,13 @@ def test_bad_body_is_refused(tiny_server: Server, case: str) -> None:
     assert all(name in error["message"] for name in names), error["message"]
 
 
-@pytest.mark.parametrize("content", [b"this is no JSON", b'{"prompt": "a"', b'["prompt"]', b"", b"\xff\xfe{}"])
+@pytest.mark.parametrize(
+    "content",
+    [b"this is no JSON", b'{"prompt": "a"', b'["prompt"]', b"", b"\xff\xfe{}", '{"prompt": "你好"}'.encode("gbk")],
+)
 @pytest.mark.usefixtures("stream_unharmed")
 def test_body_that_is_not_a_json_object_is_refused(tiny_server: Server, content: bytes) -> None:
+    """A body in another encoding crashed the parser (BR-044)."""
     response = post(tiny_server, content)
     assert response.status_code == 400
     assert "JSON" in response.json()["error"]["message"]

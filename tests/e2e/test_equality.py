@@ -153,7 +153,10 @@ def test_part_is_the_same_in_any_configuration(
 
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_model_equals_transformers_and_itself(tiny_models: dict[str, Path], name: str) -> None:
-    """Chunks of 33 and blocks of 8 cut prompts and sliding windows at odd places."""
+    """Chunks of 33 and blocks of 8 cut prompts and sliding windows at odd places; the second time prefixes are cached.
+
+    Elsewhere prompts longer than the window saw wrong keys in chunks or behind a cached prefix (BR-116).
+    """
     references = load_references(tiny_models[name] / "references.json")
     configuration = {"max_num_batched_tokens": 33, "block_size": 8, "max_plans_in_flight": 2}
     with running(model=str(tiny_models[name]), **settings_of(configuration)) as server:

@@ -75,6 +75,7 @@ def test_default_model_goes_on_behind_a_killed_worker() -> None:
 
 
 def test_sigterm_drains(tiny_models: dict[str, Path]) -> None:
+    """SIGTERM stopped streams at once (BR-097)."""
     with running(model=str(tiny_models["qwen3-tied"]), grace_period_s=60) as own:
         expected = own.generate(PROMPT, max_tokens=LONG).token_ids
         stream = Stream(own)
@@ -139,6 +140,7 @@ def test_http_client_that_goes_away_gives_its_blocks_back(server: Server) -> Non
 
 
 def test_deadline_ends_a_call_and_gives_its_blocks_back(server: Server) -> None:
+    """A handler that was cancelled left its caller without a status (BR-096)."""
     stream = Stream(server, num_tokens=4000, timeout_s=2.0)
     stream.join(30)
     assert stream.error is not None

@@ -82,6 +82,7 @@ def test_streamed_text_is_unstreamed_text(server: Server, generations: dict[str,
 
 @pytest.mark.parametrize("script", ["chat_emoji", "flags", "families", "chinese"])
 def test_stop_string_at_every_position(server: Server, generations: dict[str, Generation], script: str) -> None:
+    """A stop string was only seen where it ended with a token (BR-028)."""
     generation = generations[script]
     stops = generation.stops()
     for stop, answer in zip(stops, generate_with_stops(server, generation, stops), strict=True):

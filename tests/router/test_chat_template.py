@@ -75,6 +75,7 @@ class TestLikeTransformers:
         )
 
     def test_a_rendered_prompt_brings_its_own_special_tokens(self) -> None:
+        """The beginning of a sequence was added twice (BR-075)."""
         assert ChatTemplate.add_special_tokens is False
         assert template("llama3").render(HI, add_generation_prompt=True).count("<s>") == 1
 
@@ -117,6 +118,7 @@ class TestContinueFinalMessage:
 
 class TestContent:
     def test_text_parts_are_joined(self) -> None:
+        """Content given as a list of text parts failed in the template (BR-072)."""
         parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": " 2+2?"}]
         joined = [{"role": "system", "content": parts}, {"role": "user", "content": parts}]
         whole = [{"role": role, "content": "What is 2+2?"} for role in ("system", "user")]
@@ -173,6 +175,7 @@ class TestRefusals:
         assert refusal("x", [{"content": "Hi"}]).field == "chat.messages[0].role"
 
     def test_what_the_template_raises_is_what_the_caller_reads(self) -> None:
+        """It surfaced as a 500 (BR-074)."""
         with pytest.raises(InvalidRequestError, match="System role not supported"):
             template("mistral").render(CONVERSATIONS["system"], add_generation_prompt=True)
         with pytest.raises(InvalidRequestError, match="roles must alternate user/assistant"):

@@ -588,6 +588,7 @@ async def test_an_answer_that_does_not_fit_costs_the_session_only() -> None:
 
 
 async def test_a_bug_in_a_step_is_an_error_for_those_who_run_and_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception in a step left its callers waiting (BR-099)."""
     async with serving() as router:
         scheduler = router.engine._scheduler
         with monkeypatch.context() as patch:

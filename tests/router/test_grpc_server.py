@@ -198,6 +198,7 @@ async def test_too_large_a_message(served: Served) -> None:
 
 
 async def test_cancelled_streams_leave_nothing_behind(served: Served) -> None:
+    """Handlers blocked for ever on streams that had been cancelled (BR-095)."""
     served.engine.hold_after = 1
 
     async def read_one_and_cancel() -> None:
@@ -217,6 +218,7 @@ async def test_cancelled_streams_leave_nothing_behind(served: Served) -> None:
 
 
 async def test_the_deadline_ends_the_call_and_the_request(served: Served) -> None:
+    """A cancelled handler left its caller without a status (BR-096)."""
     served.engine.hold_after = 1
     call = served.inference.Generate(pb.GenerateRequest(text="Hi"), timeout=0.2)
     await call.read()

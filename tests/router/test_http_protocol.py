@@ -100,6 +100,25 @@ async def test_heads_that_are_too_large(pieces: tuple[bytes, ...]) -> None:
         assert (await ask(port, GET + b"\r\n"))[0] == 200
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",  # a client that wants TLS
+        GET + b"content-length: 5\r\ncontent-length: 6\r\n\r\nabcde",
+        GET + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        GET + b"content-length: 99999999999999999999\r\n\r\n",
+        POST.replace(b"content-length: 10", b"transfer-encoding: chunked") + b"x\r\n",
+    ],
+)
+async def test_what_is_no_http(data: bytes) -> None:
+    async with serving() as port:
+        status, body = await ask(port, data)
+        assert status == 400
+        assert json.loads(body)["error"]["code"] == "bad_request"
+        assert (await ask(port, GET + b"\r\n"))[0] == 200
+
+
 async def test_a_large_body_is_no_large_head() -> None:
     data = b"x" * 1_000_000
     async with serving() as port:
@@ -146,6 +165,7 @@ async def test_what_a_body_brings_gives_it_more_time() -> None:
 
 
 async def test_an_idle_connection_is_kept_between_requests() -> None:
+    """It was closed after 5 s (BR-087): the limits of a request do not hold for the pause behind it."""
     async with serving(HASTY) as port, connected(port) as connection:
         connection[1].write(GET + b"\r\n")
         assert await answer(connection) == (200, b"empty")

@@ -171,6 +171,7 @@ async def test_unicode_line_ends_do_not_cut_events(local: Served) -> None:
 
 
 async def test_chat_stream_with_usage(local: Served) -> None:
+    """Chunks lacked finish_reason, repeated the role, or had the last text in the same (BR-079 to BR-081)."""
     local.engine.text = "Hü"
     *chunks, usage, done = await local.events("/v1/chat/completions", **CHAT, stream_options={"include_usage": True})
     assert done == "data: [DONE]"
@@ -367,6 +368,7 @@ async def test_prompt_logprobs_are_vllms(local: Served) -> None:
 
 
 async def test_chat_logprobs_without_top_logprobs(local: Served) -> None:
+    """Chats that asked for logprobs alone were refused (BR-048)."""
     answer = (await local.post("/v1/chat/completions", **CHAT, logprobs=True, max_tokens=1)).json()
     entry = {"token": "P", "logprob": -0.25, "bytes": [80], "top_logprobs": []}
     assert answer["choices"][0]["logprobs"] == {"content": [entry], "refusal": None}
@@ -375,6 +377,7 @@ async def test_chat_logprobs_without_top_logprobs(local: Served) -> None:
 
 
 async def test_null_is_absent(local: Served) -> None:
+    """Optional fields sent as null were refused (BR-077)."""
     from octavo_router.openai_schema import ChatCompletionBody, CompletionBody
 
     nulls = {name: None for name in CompletionBody.model_fields if name != "prompt"}
@@ -510,6 +513,7 @@ async def test_accepted_chats(local: Served, body: dict[str, Any]) -> None:
 
 
 async def test_bodies_that_are_no_json(local: Served) -> None:
+    """A body in another encoding crashed the parser (BR-044)."""
     for body in (b"", b"{", b"x", b"[]", '{"prompt": "你好"}'.encode("gbk"), b'{"prompt": "\xff"}', b'{"prompt": NaN}'):
         response = await local.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
         error_of(response, 400)
@@ -544,6 +548,7 @@ async def test_errors_of_the_engine(local: Served) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_a_failure_before_the_first_token_is_a_status(local: Served, path: str) -> None:
+    """Streams ended with [DONE] as if nothing had happened (BR-085)."""
     local.engine.failure = GenerationError("its logits were not finite")
     prompt: dict[str, Any] = CHAT if "chat" in path else {"prompt": "x"}
     for stream in (False, True):
@@ -653,6 +658,7 @@ async def test_request_ids_are_echoed(served: Served) -> None:
 
 
 async def test_many_connections_at_once(served: Served) -> None:
+    """Some of a burst got an empty reply (BR-088)."""
     responses = await asyncio.gather(*(served.post("/v1/completions", prompt="x") for _ in range(200)))
     assert {response.status_code for response in responses} == {200}
 
@@ -667,6 +673,7 @@ def test_a_port_in_use_is_named_with_the_remedy() -> None:
 
 
 async def test_a_model_without_a_template_completes_but_does_not_chat(local: Served) -> None:
+    """A chat of such a model was a 500 (BR-073)."""
     local.connect(httpx.ASGITransport(app_of(local, ChatTemplate("", {}))))
     error = await local.refused("/v1/chat/completions", **CHAT)
     assert "--chat-template" in error["message"]

@@ -281,6 +281,7 @@ async def test_chat_is_rendered_with_parts_joined_and_variables_as_they_were() -
 
 
 async def test_the_final_message_can_be_continued_but_not_closed_too() -> None:
+    """A prefilled turn was closed or doubled (BR-078)."""
     engine = FakeEngine()
     messages = [{"role": "assistant", "content": "The capital is"}]
     await responses_of(engine, request_of(chat={"messages": messages, "continueFinalMessage": True}))

@@ -124,6 +124,21 @@ async def test_it_serves_without_torch_and_stops(worker: FakeWorkerServer, tmp_p
         assert not {"torch", "transformers", "octavo_worker", "octavo_kernels"} & imported
 
 
+async def test_what_strangers_send_does_not_fill_the_log(worker: FakeWorkerServer, tmp_path: Path) -> None:
+    upgrade = b"GET /health HTTP/1.1\r\nhost: a\r\nupgrade: websocket\r\nconnection: upgrade, close\r\n\r\n"
+    async with router(tmp_path, f"--worker={worker.address}") as running:
+        await running.until_ready()
+        port = int(running.addresses["http"].rpartition(":")[2])
+        for data, status in ((b"no HTTP\r\n\r\n", b"400"), (upgrade, b"200")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(data)
+            assert (await reader.readline()).split()[1] == status
+            writer.close()
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.process.wait() == 0
+        assert "WARNING" not in await running.log()
+
+
 async def test_sigterm_lets_running_requests_finish(worker: FakeWorkerServer, tmp_path: Path) -> None:
     async with router(tmp_path, f"--worker={worker.address}") as running:
         await running.until_ready()

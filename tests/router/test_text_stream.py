@@ -53,6 +53,8 @@ class TestWholeText:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("skip", [True, False])
     def test_any_ids_stream_to_their_decoding(self, kind: str, skip: bool) -> None:
+        """Decoding token by token lost the blanks between words, with tokenizers such as Llama's (BR-040)."""
+        """The tokenizer's own steps behind decoding were left out (BR-118)."""
         tokenizer = text_samples.ALL[kind]()
 
         @settings(max_examples=150, deadline=None)

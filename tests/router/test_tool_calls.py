@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from google.protobuf import json_format
 
 from octavo.errors import InvalidRequestError
 from octavo.v1 import inference_pb2 as pb
+from octavo_router import tool_calls
 from octavo_router.chat_template import ChatTemplate
 from octavo_router.request import FinishReason
 from octavo_router.tool_calls import CallReader, ToolFormat, ToolUse
@@ -82,6 +84,33 @@ async def test_calls_stand_beside_the_text(final_only: bool) -> None:
     ids = Said(responses, 0).ids + Said(responses, 1).ids
     assert len(set(ids)) == 4
     assert all(re.fullmatch(r"call_[0-9a-f]{24}", call_id) for call_id in ids)
+
+
+@pytest.mark.parametrize("final_only", [False, True])
+async def test_much_text_is_read_in_threads(final_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = request_of(output={"finalOnly": final_only})
+    expected = Said(await responses_of(FakeEngine(TWO_CALLS), request))
+    monkeypatch.setattr(tool_calls, "LONG_TEXT", 0)
+    threads: set[str] = set()
+    read = CallReader.read
+
+    def note(reader: CallReader, delta: pb.SampleDelta, *, start: int = 0) -> None:
+        threads.add(threading.current_thread().name)
+        read(reader, delta, start=start)
+
+    monkeypatch.setattr(CallReader, "read", note)
+    said = Said(await responses_of(FakeEngine(TWO_CALLS), request))
+    assert (said.content, said.calls, said.text) == (expected.content, expected.calls, expected.text)
+    assert any(name != threading.main_thread().name for name in threads)
+
+
+def test_what_a_caller_holds_is_much_to_read_once() -> None:
+    reader = CallReader(ToolUse("hermes", frozenset({"add"})), lambda index: "x" * tool_calls.LONG_TEXT)
+    delta = pb.SampleDelta(sample_index=1, text="y")
+    assert reader.has_much_to_read(delta)
+    reader.read(delta)
+    assert not reader.has_much_to_read(delta)
+    assert reader.has_much_to_read(pb.SampleDelta(sample_index=1, text="y" * (tool_calls.LONG_TEXT + 1)))
 
 
 async def test_arguments_stream_while_they_come() -> None:

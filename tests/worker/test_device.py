@@ -20,6 +20,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_dtypes() -> None:
+    """A dtype that kernels do not know was a bare assertion (BR-109)."""
     assert resolve_dtype(WorkerConfig(), "bfloat16") == ("bfloat16", torch.bfloat16)
     assert resolve_dtype(WorkerConfig(dtype="float16"), "bfloat16") == ("float16", torch.float16)
     with pytest.raises(ConfigError, match="the checkpoint's dtype is 'float64'; give --dtype"):

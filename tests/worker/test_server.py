@@ -264,6 +264,7 @@ async def test_progress_comes_while_a_step_runs_and_while_idle(worker: Worker, m
 async def test_failed_step_ends_the_stream_and_the_worker_goes_on(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """An exception in a step left its callers waiting (BR-099)."""
     stream = await worker.open()
     both_are_sent = threading.Event()
 

@@ -25,8 +25,9 @@ _NUM_COMPILED = 64
 _MESSAGE_LENGTH = 500
 # How often it is looked whether compiling got on, while a step waits for it.
 _LOOK_S = 1.0
-# A lexer's state takes about 2 kB: at most 200 MB for one grammar. Messages go to clients: without parser internals.
-_LIMITS = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
+# A lexer's state takes about 2 kB: at most 200 MB for one grammar. A mask with so many items takes some 30 ms, while
+# every sequence of its step waits; ambiguous grammars get beyond. Messages go to clients: without parser internals.
+_LIMITS = LLParserLimits(max_lexer_states=100_000, step_max_items=20_000, verbose_errors=False)
 
 
 class GrammarUnavailableError(ValueError):

@@ -140,6 +140,9 @@ def _check_known(name: str, value: Any) -> None:
     neutral, hint = _FOREIGN.get(name, ((), ""))
     if name in _SETTINGS or (name in _FOREIGN and (value is None or value in neutral)):
         return
+    if neutral:
+        allowed = " or ".join(map(repr, neutral))
+        raise TypeError(f"an engine takes {name} only as {allowed}, and it is {value!r}{hint and f': {hint}'}")
     if name in _PAIR_OWNED:
         hint = "it says how others are served; `octavo serve` takes it"
     elif not hint and (close := difflib.get_close_matches(name, sorted(_SETTINGS), n=1)):

@@ -25,6 +25,7 @@ def opened(folder: Path) -> checkpoint.Checkpoint:
 
 
 def test_untied_model_without_a_head_is_refused(tmp_path: Path) -> None:
+    """It was a KeyError (BR-107)."""
     weights = tiny_weights(tiny_config())
     del weights["lm_head.weight"]
     write_checkpoint(tmp_path, tiny_config(), weights=weights)

@@ -29,7 +29,19 @@ def test_shape_is_taken_over() -> None:
     ],
 )
 def test_longest_sequence_is_the_scaled_one(changes: dict[str, Any], max_len: int) -> None:
+    """The length was not derived from the factor (BR-115)."""
     assert config_from_hf(tiny_config(**changes), "config.json").max_model_len == max_len
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
+def test_either_key_of_the_kind_of_scaling_is_read(kind: str) -> None:
+    """One of the keys was not read, and the model ran without scaling (BR-115)."""
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 64}
+    configs = [
+        config_from_hf(tiny_config(rope_scaling={key: kind, **scaling}), "config.json") for key in ("type", "rope_type")
+    ]
+    assert configs[0].rope.kind == kind
+    assert configs[0] == configs[1]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +84,11 @@ def test_windows_that_cannot_be(changes: dict[str, Any], message: str) -> None:
         ({"architectures": None}, "architecture 'llama' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"num_local_experts": 8}, "num_local_experts is 8"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized by 'gptq'"),
+        # BR-105, BR-106, BR-108, BR-109: quantized checkpoints loaded wrongly, or failed in the middle.
+        ({"quantization_config": {"quant_method": "gptq", "desc_act": True}}, "quantized by 'gptq' are not supported"),
+        ({"quantization_config": {"quant_method": "gptq", "checkpoint_format": "gptq_v2"}}, "by 'gptq' 'gptq_v2' are"),
+        ({"quantization_config": {"quant_method": "awq", "version": "gemv"}}, "quantized by 'awq' 'gemv' are not"),
+        ({"quantization_config": {"quant_method": "awq", "version": 7}}, "quantized by 'awq' 7 are not supported"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope type 'longrope'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "needs a positive factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),

@@ -76,6 +76,7 @@ def test_broken_headers(tmp_path: Path, content: bytes, message: str) -> None:
 
 
 def test_unknown_tensor_type_is_named(tmp_path: Path) -> None:
+    """It was a bare assertion (BR-112)."""
     path = write_gguf(tmp_path / "model.gguf", {}, raw={"odd": ((32,), 16, bytes(66))})
     with pytest.raises(ModelLoadError, match="tensor odd has ggml type 16"):
         GGUFFile(path)

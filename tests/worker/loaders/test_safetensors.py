@@ -23,6 +23,7 @@ def test_shards_give_what_one_file_gives(tmp_path: Path) -> None:
 
 
 def test_only_tensors_of_the_index_are_used(tmp_path: Path) -> None:
+    """Stray tensors and files took the place of the indexed ones (BR-111)."""
     folder = write_checkpoint(tmp_path, tiny_config(), num_shards=2)
     weights = tiny_weights(tiny_config())
     stray = {name: np.zeros_like(values) for name, values in weights.items()}
@@ -39,6 +40,18 @@ def test_missing_shard_is_named(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, tiny_config(), num_shards=2)
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"model-00002-of-00002\.safetensors is missing"):
+        SafetensorsWeights(folder)
+
+
+def test_quantized_tensors_are_refused_before_any_is_read(tmp_path: Path) -> None:
+    """Checkpoints of older tools failed in the middle, or loaded wrongly (BR-105, BR-106, BR-108)."""
+    name = "model.layers.1.mlp.down_proj.qweight"
+    folder = write_checkpoint(
+        tmp_path, tiny_config(), weights={**tiny_weights(tiny_config()), name: np.zeros((6, 32), np.float32)}
+    )
+    with pytest.raises(
+        ModelLoadError, match=r"tensor model\.layers\.1\.mlp\.down_proj\.qweight is quantized as by GPTQ"
+    ):
         SafetensorsWeights(folder)
 
 

@@ -10,6 +10,7 @@ from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels import Backend, KVLayout
 from octavo_worker.batch import build_batch
 from octavo_worker.loaders.checkpoint import open_checkpoint
+from octavo_worker.loaders.gguf import QUANT_TYPES
 from octavo_worker.loaders.source import find_model
 from octavo_worker.models.decoder import Decoder
 from octavo_worker.sequences import SequenceTable
@@ -49,11 +50,16 @@ def logits_in_chunks(decoder: Decoder, backend: Backend, chunk: int, block_size:
     return torch.cat(parts)
 
 
+@pytest.mark.parametrize("chunk", [7, 512])
 @pytest.mark.parametrize("name", MODEL_CASES)
-def test_logits_equal_those_of_transformers(name: str, backend: Backend, tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers(name: str, chunk: int, backend: Backend, tmp_path: Path) -> None:
+    """Odd head sizes failed, some only in chunks (BR-114); windows saw wrong keys in chunks (BR-116).
+
+    Kinds of scaling were taken for none under the other key, or beyond the original length (BR-115).
+    """
     folder = write_checkpoint(tmp_path, MODEL_CASES[name])
     decoder = load_decoder(open_checkpoint(find_model(str(folder))), backend)
-    logits = logits_in_chunks(decoder, backend, chunk=7)
+    logits = logits_in_chunks(decoder, backend, chunk)
     assert np.abs(logits[-2:].numpy() - LOGITS[name]).max() < 1e-4
 
 
@@ -78,8 +84,36 @@ def test_chunks_and_block_sizes_do_not_matter(decoder: Decoder, backend: Backend
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [1, 2, 8, 14], ids=lambda kind: QUANT_TYPES[kind].name)
+def test_tied_embeddings_of_any_type_are_read(kind: int, backend: Backend, tmp_path: Path) -> None:
+    """The type of the embeddings was taken for granted (BR-112): logits are those of the dequantized values."""
+    config = tiny_config(hidden_size=256, tie_word_embeddings=True)
+    name, shape = "model.embed_tokens.weight", (config["vocab_size"], 256)
+    blocks = np.load(Path(__file__).parents[1] / "data" / "gguf_blocks.npz")
+    size, type_name = shape[0] * shape[1], QUANT_TYPES[kind].name
+    values, content = blocks[f"{type_name}.values"], blocks[f"{type_name}.bytes"]
+    repeats = size // len(values)
+    rest = size - repeats * len(values)
+    rest_bytes = rest // QUANT_TYPES[kind].block_elements * QUANT_TYPES[kind].block_bytes
+    weights = tiny_weights(config) | {name: np.concatenate([np.tile(values, repeats), values[:rest]]).reshape(shape)}
+    raw = {
+        "token_embd.weight": (shape, kind, np.concatenate([np.tile(content, repeats), content[:rest_bytes]]).tobytes())
+    }
+    metadata = gguf_metadata(config) | plain_vocabulary(config["vocab_size"])
+    tensors = gguf_tensors(config, weights)
+    plain = write_gguf(tmp_path / "plain.gguf", metadata, tensors)
+    typed = write_gguf(tmp_path / "typed.gguf", metadata, tensors, raw=raw)
+    expected, logits = (
+        logits_in_chunks(load_decoder(open_checkpoint(find_model(str(path))), backend), backend, chunk=512)
+        for path in (plain, typed)
+    )
+    assert expected.isfinite().all()
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_close(dtype: torch.dtype, backend: Backend, tmp_path: Path) -> None:
+    """Some dtypes ran on no CPU, or not with a checkpoint's own (BR-109)."""
     folder = write_checkpoint(tmp_path, tiny_config())
     decoder = load_decoder(open_checkpoint(find_model(str(folder))), backend, dtype)
     logits = logits_in_chunks(decoder, backend, chunk=512)
@@ -88,6 +122,7 @@ def test_half_precision_is_close(dtype: torch.dtype, backend: Backend, tmp_path:
 
 
 def test_padded_rows_of_the_head_are_not_computed(backend: Backend, tmp_path: Path) -> None:
+    """Padded ids were sampled (BR-117)."""
     config = tiny_config()
     folder = write_checkpoint(tmp_path, config, tokenizer_size=90)
     decoder = load_decoder(open_checkpoint(find_model(str(folder))), backend)
@@ -97,6 +132,7 @@ def test_padded_rows_of_the_head_are_not_computed(backend: Backend, tmp_path: Pa
 
 
 def test_tied_head_is_used_with_and_without_lm_head_in_the_file(backend: Backend, tmp_path: Path) -> None:
+    """One of the two was a KeyError (BR-107)."""
     config = tiny_config(tie_word_embeddings=True)
     weights = tiny_weights(config)
     stray = weights | {"lm_head.weight": np.ones_like(weights["model.embed_tokens.weight"])}

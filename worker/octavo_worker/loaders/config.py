@@ -217,12 +217,22 @@ def _refuse_unsupported(values: Mapping[str, Any], where: str) -> None:
     if activation not in ("silu", "swish"):
         raise ModelLoadError(f"{where}: hidden_act {activation!r} is not supported; supported is 'silu'")
     if values.get("quantization_config"):
-        config = values["quantization_config"]
-        method = config.get("quant_method", "unknown") if isinstance(config, Mapping) else config
-        raise ModelLoadError(f"{where}: weights quantized by {method!r} are not supported")
+        kind = _quantization(values["quantization_config"])
+        raise ModelLoadError(
+            f"{where}: weights quantized by {kind} are not supported; load the model they were made from, "
+            f"or a GGUF file of it"
+        )
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         if values.get(key):
             raise ModelLoadError(f"{where}: {key} is {values[key]}; mixtures of experts are not supported")
+
+
+def _quantization(config: Any) -> str:
+    """How weights are quantized, in the config's own words: the method and, where it says, its format."""
+    if not isinstance(config, Mapping):
+        return repr(config)
+    words = [config.get("quant_method", "unknown"), config.get("version"), config.get("checkpoint_format")]
+    return " ".join(repr(word) for word in words if word is not None)
 
 
 def _sliding_windows(reader: Numbers, architecture: str, num_layers: int) -> tuple[int | None, ...]:

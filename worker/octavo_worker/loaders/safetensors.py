@@ -56,6 +56,7 @@ class SafetensorsWeights:
         for name, path in mapped.items():
             if name not in self.entries:
                 raise ModelLoadError(f"{path}: tensor {name} is missing, though {INDEX_NAME} maps it to this file")
+        self._refuse_quantized()
         self._open: dict[Path, Any] = {}
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -76,6 +77,15 @@ class SafetensorsWeights:
         except (OSError, SafetensorError) as error:
             raise ModelLoadError(f"{path}: tensor {name} cannot be read: {error}") from None
         return tensor.to(dtype, copy=True)
+
+    def _refuse_quantized(self) -> None:
+        """Older tools of GPTQ and AWQ say nothing in config.json; the names of their tensors do."""
+        for name, path in self.files.items():
+            if name.endswith(".qweight"):
+                raise ModelLoadError(
+                    f"{path}: tensor {name} is quantized as by GPTQ or AWQ, which is not supported; "
+                    f"load the model it was made from, or a GGUF file of it"
+                )
 
     def default_dtype(self) -> str:
         kinds = {_DTYPES.get(entry.dtype, "float32") for entry in self.entries.values()}
