@@ -23,12 +23,6 @@ SHAPES = [
 ]
 
 
-def one_ulp_apart(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether all are equal, or neighbours in their dtype; near zero, within an ulp of the largest."""
-    above, below = torch.tensor(float("inf"), dtype=a.dtype), torch.tensor(float("-inf"), dtype=a.dtype)
-    return bool(((a >= torch.nextafter(b, below)) & (a <= torch.nextafter(b, above))).all())
-
-
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("out_features", "in_features", "rows", "group"), SHAPES)
