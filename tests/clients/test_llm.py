@@ -146,7 +146,7 @@ def test_a_dropped_model_stops_its_programs(stand_ins: None) -> None:
 
 
 def test_wrong_settings_are_refused_before_anything_starts() -> None:
-    with pytest.raises(TypeError, match="tensor_parallel_size only as 1, and it is 2: one worker computes on one device"):
+    with pytest.raises(TypeError, match="tensor_parallel_size only as 1, and it is 2: one worker"):
         LLM("m", tensor_parallel_size=2)
     with pytest.raises(TypeError, match="no setting 'port'"):
         LLM("m", port=8000)
