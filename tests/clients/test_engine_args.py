@@ -43,7 +43,6 @@ def test_equal_settings_are_equal_and_none_can_be_changed() -> None:
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("quantization", "the model's files say how they are quantized; leave it out"),
         ("port", "it says how others are served; `octavo serve` takes it"),
         ("api_key", "it says how others are served; `octavo serve` takes it"),
         ("max_num_seq", "did you mean max_num_seqs?"),

@@ -49,7 +49,6 @@ _FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "load_format": (("auto",), "the model's files say what they are; leave it out"),
     "max_logprobs": ((20,), "the limit is 20; leave it out"),
     "pipeline_parallel_size": ((1,), "one worker computes on one device; leave it out"),
-    "quantization": ((), "the model's files say how they are quantized; leave it out"),
     "revision": ((), "give the folder of a checkpoint, or a hub id"),
     "tensor_parallel_size": ((1,), "one worker computes on one device; leave it out"),
     "tokenizer": ((), "the model's own tokenizer is used; leave it out"),
