@@ -29,7 +29,7 @@ from octavo.process import Endpoints, ProcessPair
 from octavo.v1 import inference_pb2, inference_pb2_grpc
 from octavo.worker.v1 import worker_pb2, worker_pb2_grpc
 from tests.certificates import Certificates, make_certificates
-from tests.e2e.harness import running
+from tests.e2e.harness import running, wait_until
 
 KEY, OTHER_KEY = "key-of-the-first-team-4711", "key-of-the-second-team-4712"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -243,10 +243,10 @@ def test_keys_change_with_their_file(secured: SecuredPair) -> None:
 
 
 def _until_status(http: httpx.Client, key: str, status: int) -> None:
-    for _ in range(2000):
-        if http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == status:
-            return
-    raise AssertionError(f"the status never became {status}")
+    def became() -> bool:
+        return http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == status
+
+    wait_until(became, 30, lambda: f"the status never became {status}")
 
 
 def test_a_template_of_a_request(secured: SecuredPair) -> None:
