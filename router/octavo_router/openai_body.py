@@ -7,7 +7,7 @@ is `openai_schema.py`'s and its neighbours'.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError
@@ -94,6 +94,31 @@ def _path(location: tuple[int | str, ...]) -> str:
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path
+
+
+def checked_texts(value: Any, types: Mapping[str, str], fields: Set[str]) -> Any:
+    """The content of a message: text, or a list of the texts of its parts; None stays.
+
+    types: which parts there may be, and the field of each that holds its text; fields: all that a part may have.
+    Raises ValueError, for pydantic, that says what it must be.
+    """
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("it must be a string or a list of text parts")
+    texts = []
+    for part in value:
+        if not isinstance(part, dict) or "type" not in part:
+            example = f'{{"type": "{next(iter(types))}", "text": "..."}}'
+            raise ValueError(f"each part must be an object with a type, such as {example}")
+        # Any value may stand here, and not every one can be looked up.
+        if part["type"] not in list(types):
+            raise ValueError(f"part type {shown(part['type'])} is not offered by this server; only text is")
+        text = part.get(types[part["type"]])
+        if not isinstance(text, str) or not part.keys() <= fields:
+            raise ValueError("a text part has the fields type and text, and text is a string")
+        texts.append(text)
+    return texts
 
 
 def shown(value: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from octavo_router.openai_body import Body, Neutrals, OfferedBody, shown
+from octavo_router.openai_body import Body, Neutrals, OfferedBody, checked_texts, shown
 from octavo_router.openai_schema import Ids, StopStrings
 
 LOGPROBS = "message.output_text.logprobs"
@@ -18,7 +18,8 @@ LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (LOGPROBS, "reasoning.encrypted_content")
 ROLES = ("user", "assistant", "system", "developer")
 _ITEM_TYPES = ("message", "function_call", "function_call_output")
-_PART_TYPES = ("input_text", "output_text", "text", "refusal")
+# Types of parts, and which field of each holds its text.
+_PART_TYPES = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 # Fields of parts that answers have and that come back in the next request's input; they hold no text.
 _PART_FIELDS = {"type", "text", "annotations", "logprobs", "refusal"}
 _TOOL_CHOICES = ("none", "auto", "required")
@@ -26,21 +27,7 @@ _TOOL_CHOICES = ("none", "auto", "required")
 
 def _checked_content(value: Any) -> Any:
     """The content of an item: text, or a list of the texts of its parts."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("it must be a string or a list of text parts")
-    texts = []
-    for part in value:
-        if not isinstance(part, dict) or "type" not in part:
-            raise ValueError('each part must be an object with a type, such as {"type": "input_text", "text": "..."}')
-        if part["type"] not in _PART_TYPES:
-            raise ValueError(f"part type {shown(part['type'])} is not offered by this server; only text is")
-        text = part.get("refusal" if part["type"] == "refusal" else "text")
-        if not isinstance(text, str) or not part.keys() <= _PART_FIELDS:
-            raise ValueError("a text part has the fields type and text, and text is a string")
-        texts.append(text)
-    return texts
+    return checked_texts(value, _PART_TYPES, _PART_FIELDS)
 
 
 def _checked_input(value: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from octavo_router.openai_body import Body as _Body
-from octavo_router.openai_body import Neutrals, shown
+from octavo_router.openai_body import Neutrals, checked_texts
 from octavo_router.openai_body import OfferedBody as _OfferedBody
 from octavo_router.openai_body import parse_body as parse_body
 from octavo_router.openai_grammar import ResponseFormat, Schema, StructuredOutputs
@@ -98,20 +98,7 @@ def _checked_early_stopping(value: Any) -> Any:
 
 def _checked_content(value: Any) -> Any:
     """A message's content: text, or a list of the texts of its parts."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("it must be a string or a list of text parts")
-    texts = []
-    for part in value:
-        if not isinstance(part, dict) or "type" not in part:
-            raise ValueError('each part must be an object with a type, such as {"type": "text", "text": "..."}')
-        if part["type"] != "text":
-            raise ValueError(f"part type {shown(part['type'])} is not offered by this server; only text is")
-        if not isinstance(part.get("text"), str) or part.keys() != {"type", "text"}:
-            raise ValueError("a text part has the fields type and text, and text is a string")
-        texts.append(part["text"])
-    return texts
+    return checked_texts(value, {"text": "text"}, {"type", "text"})
 
 
 _TEXTS_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
