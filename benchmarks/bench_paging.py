@@ -16,19 +16,17 @@ import argparse
 import asyncio
 import contextlib
 import csv
-import json
 import random
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol
 
 from bars import Chart, write_bars
-from machine import busy_cores, installed_model, machine
+from machine import busy_cores, installed_model, machine, write_results
 from served import TOKEN_IDS, Running, Served, greedy_request
 
 from octavo.v1 import admin_pb2, sampling_pb2
@@ -417,20 +415,9 @@ def main() -> int:
     with Served(settings) as served:
         others = busy_cores()
         results = measure(served, args)
-    now, where = datetime.now(UTC), machine()
-    args.results.mkdir(parents=True, exist_ok=True)
-    path = args.results / f"paging-{now:%Y%m%d-%H%M%S}.json"
-    facts = {
-        "time": now.isoformat(),
-        "machine": where,
-        "busy_cores": round(others, 2),
-        "settings": settings,
-        "requests": args.requests,
-        "short_requests": args.short_requests,
-        "clients": args.clients,
-        "scale": args.scale,
-    }
-    path.write_text(json.dumps({**facts, **asdict(results)}, indent=2) + "\n")
+    where = machine()
+    asked = {name: getattr(args, name) for name in ("requests", "short_requests", "clients", "scale")}
+    path = write_results(args.results, "paging", others, settings=settings, **asked, **asdict(results))
     plot = args.plot or path.with_suffix(".svg")
     names = ["slots, static batches, padded", "slots, static batches", "Octavo"]
     write_bars(plot, names, results.charts())

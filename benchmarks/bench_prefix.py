@@ -10,14 +10,12 @@ tier, to which other prompts have driven it. Each request has a few tokens of it
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
-from machine import busy_cores, installed_model, machine
+from machine import busy_cores, installed_model, machine, write_results
 from served import TOKEN_IDS, Running, Served
 
 HERE = Path(__file__).resolve().parent
@@ -95,11 +93,8 @@ def main() -> int:
             print(f"  {label:<14} {shown}", flush=True)
             if number:
                 rounds.append(times)
-    now, where = datetime.now(UTC), machine()
-    args.results.mkdir(parents=True, exist_ok=True)
-    path = args.results / f"prefix-{now:%Y%m%d-%H%M%S}.json"
-    facts = {"time": now.isoformat(), "machine": where, "busy_cores": round(others, 2), "settings": settings}
-    path.write_text(json.dumps({**facts, "common": args.common, "rounds": rounds}, indent=2) + "\n")
+    where = machine()
+    path = write_results(args.results, "prefix", others, settings=settings, common=args.common, rounds=rounds)
     print(f"\n{table(rounds)}\n")
     print(f"{where['cpu']}, {where['cores']} cores; {args.dtype}, {args.threads} threads; medians of {args.rounds}.")
     print(f"Every round: {path}")

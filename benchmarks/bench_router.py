@@ -24,12 +24,11 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fake_worker import FakeWorker
-from machine import busy_cores, machine
+from machine import busy_cores, machine, write_results
 from stream_clients import GrpcClients, HttpClients
 
 HERE = Path(__file__).resolve().parent
@@ -265,12 +264,9 @@ def main() -> int:
     args = arguments()
     others = busy_cores()
     results = asyncio.run(measure(args, split_cores()))
-    now, where = datetime.now(UTC), machine()
-    args.results.mkdir(parents=True, exist_ok=True)
-    path = args.results / f"router-{now:%Y%m%d-%H%M%S}.json"
-    facts = {"time": now.isoformat(), "machine": where, "busy_cores": round(others, 2)}
+    where = machine()
     settings = {name: value for name, value in vars(args).items() if name != "results"}
-    path.write_text(json.dumps({**facts, "settings": settings, "rounds": results}, indent=2) + "\n")
+    path = write_results(args.results, "router", others, settings=settings, rounds=results)
     print(f"\n{table(results, args)}\n")
     print(f"{where['cpu']}, one core for the router; medians of {args.rounds}.\nEvery round: {path}")
     return 0

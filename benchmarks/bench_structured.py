@@ -16,10 +16,9 @@ import random
 import statistics
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
-from machine import busy_cores, installed_model, machine
+from machine import busy_cores, installed_model, machine, write_results
 from served import TOKEN_IDS, Running, Served, greedy_request
 
 from octavo.v1 import inference_pb2
@@ -122,11 +121,8 @@ def main() -> int:
             print(f"  {label:<14} " + ", ".join(f"{s} {rate:.1f} tokens/s" for s, rate in rates.items()), flush=True)
             if number:
                 rounds.append(rates)
-    now, where = datetime.now(UTC), machine()
-    args.results.mkdir(parents=True, exist_ok=True)
-    path = args.results / f"structured-{now:%Y%m%d-%H%M%S}.json"
-    facts = {"time": now.isoformat(), "machine": where, "busy_cores": round(others, 2), "settings": settings}
-    path.write_text(json.dumps({**facts, "batch": args.batch, "rounds": rounds}, indent=2) + "\n")
+    where = machine()
+    path = write_results(args.results, "structured", others, settings=settings, batch=args.batch, rounds=rounds)
     print(f"\n{table(rounds)}\n")
     print(f"{where['cpu']}, {where['cores']} cores; {args.dtype}, {args.threads} threads; medians of {args.rounds}.")
     print(f"Every round: {path}")

@@ -1,11 +1,13 @@
-"""The machine that a benchmark runs on: what it is, whether it is quiet, and which model is installed."""
+"""The machine that a benchmark runs on: what it is, whether it is quiet, which model it has; and what a run leaves."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +58,13 @@ def busy_cores(seconds: float = 2.0) -> float:
     if others > MAX_BUSY_CORES:
         print(f"WARNING: other programs keep {others:.1f} cores busy; the figures will not mean much", flush=True)
     return others
+
+
+def write_results(folder: Path, name: str, others: float, **facts: Any) -> Path:
+    """Writes a run's JSON file into the folder: when and where it was, how busy others were, and the facts."""
+    now = datetime.now(UTC)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}-{now:%Y%m%d-%H%M%S}.json"
+    run = {"time": now.isoformat(), "machine": machine(), "busy_cores": round(others, 2)}
+    path.write_text(json.dumps({**run, **facts}, indent=2) + "\n")
+    return path
