@@ -77,7 +77,9 @@ setup(
     ext_modules=[
         Extension(
             "octavo_kernels.cpu.native",
-            sources=[str(SOURCES / name) for name in ("api.cpp", "arena.cpp", "pool.cpp")],
+            sources=[
+                str(SOURCES / name) for name in ("api.cpp", "arena.cpp", "context.cpp", "decoder.cpp", "pool.cpp")
+            ],
             depends=[str(path) for path in sorted(SOURCES.glob("*.h"))],
             language="c++",
             optional=True,

@@ -10,13 +10,15 @@ import logging
 
 import torch
 
-from octavo_kernels.backend import AttentionBatch, Backend, KVLayout, LayerKV, Linear
+from octavo_kernels.backend import AttentionBatch, Backend, DecoderLayer, DecoderShape, KVLayout, LayerKV, Linear
 from octavo_kernels.errors import BackendUnavailableError, InvalidArgumentError, KernelError
 
 __all__ = [
     "AttentionBatch",
     "Backend",
     "BackendUnavailableError",
+    "DecoderLayer",
+    "DecoderShape",
     "InvalidArgumentError",
     "KVLayout",
     "KernelError",

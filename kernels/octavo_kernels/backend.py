@@ -12,6 +12,7 @@ independent of batching.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -100,8 +101,60 @@ class Linear(Protocol):
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """`x @ weight.T + bias (+ residual)`.
 
-        x: (T, in_features); residual: (T, out_features) or None, not mutated. Returns a new (T, out_features) in the
-        dtype of x. Accumulates in fp32.
+        x: (T, in_features); residual: (T, out_features) or None, not mutated, and None where the layer's out_dtype is
+        not x's dtype. Returns a new (T, out_features) in the layer's out_dtype. Accumulates in fp32.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """The weights of one layer of a decoder of the llama family, on their backend.
+
+    input_norm, mlp_norm: (hidden,), gains; qkv: queries, keys and values side by side, in this order; q_norm, k_norm:
+    (head_dim,), gains of the norms of every head's queries and keys, or None where the model has none; output, down:
+    their results are added to the residual stream; gate_up: the gate first. sliding_window: see `paged_attention`.
+    """
+
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    sliding_window: int | None
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """What all layers of a decoder have in common. scale: of attention's scores."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    scale: float
+
+
+class DecoderLayers(Protocol):
+    """All layers of a decoder, prepared once for its backend."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        rotary_positions: Tensor,
+        cos_sin: Tensor,
+        batch: AttentionBatch,
+        kv_layers: Sequence[LayerKV],
+        on_progress: Callable[[], None],
+    ) -> Tensor:
+        """Computes the layers one behind the other and writes their K and V into kv_layers, one a layer, all views of
+        one pool.
+
+        x: (T, hidden), contiguous, the residual stream, which may be overwritten; rotary_positions, cos_sin: see
+        `Backend.rotary`; on_progress is called now and then. Returns (T, hidden), the stream behind the last layer.
         """
         ...
 
@@ -121,18 +174,27 @@ class Backend(Protocol):
         """The backend, where and how it computes and on how many threads, for people: "cpu (avx2, 4 threads)"."""
         ...
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Prepares a linear layer. weight: (out_features, in_features); bias: (out_features,) or None."""
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> Linear:
+        """Prepares a linear layer. weight: (out_features, in_features); bias: (out_features,) or None; out_dtype: of
+        its results, float32 or the weight's dtype, which None stands for.
+        """
         ...
 
     def int8_linear(
-        self, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype, group: int | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        group: int | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> Linear:
         """Prepares a linear layer of 8-bit weights that quantizes its activations to 8 bits as it is called.
 
         weight: (out_features, in_features) of a float dtype, at most 131,072 in_features a group; bias: (out_features,)
         or None; dtype: of the activations; group: how many neighbouring activations of a row share a scale, a multiple
-        of 64 (the last group may be shorter), or None for the whole row.
+        of 64 (the last group may be shorter), or None for the whole row; out_dtype: of the results, float32 or dtype,
+        which None stands for.
 
         Weights have one scale an output, activations one a row and group: the largest magnitude over 127. Values are
         divided by it and rounded to nearest even (Dettmers et al., LLM.int8(), section 2, "row-wise"). What is below
@@ -141,6 +203,11 @@ class Backend(Protocol):
         which is an exact integer rounded to fp32 once; times the weights' scale; plus bias; plus residual. Each of
         these steps rounds in fp32.
         """
+        ...
+
+    def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
+        """Prepares the layers of a decoder, whose linear layers are this backend's. Their values are those of the
+        single ops in the order of `layers.ComposedLayers`, to the bit."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,13 +6,14 @@ serves where nothing faster runs. Not row-invariant: torch picks the order of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from octavo_kernels.backend import AttentionBatch, LayerKV
+from octavo_kernels.backend import AttentionBatch, DecoderLayer, DecoderShape, LayerKV
 from octavo_kernels.errors import InvalidArgumentError
+from octavo_kernels.layers import ComposedLayers
 from octavo_kernels.philox import gumbel_noise
 
 # Elements of one intermediate tensor of attention: bounds its memory.
@@ -23,17 +24,23 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float64 else x.to(torch.float32)
 
 
+def _results_dtype(out_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    if out_dtype not in (None, dtype, torch.float32):
+        raise InvalidArgumentError(f"out_dtype is {out_dtype}; it must be {dtype} or torch.float32")
+    return out_dtype or dtype
+
+
 class ReferenceLinear:
     """A linear layer over a widened copy of its weights."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> None:
         if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
             raise InvalidArgumentError(
                 f"weight has shape {tuple(weight.shape)} and bias {None if bias is None else tuple(bias.shape)}; "
                 "(out_features, in_features) and (out_features,) are needed"
             )
         self.out_features, self.in_features = weight.shape
-        self._dtype = weight.dtype
+        self._dtype, self._out_dtype = weight.dtype, _results_dtype(out_dtype, weight.dtype)
         self._weight = _wide(weight)
         self._bias = None if bias is None else _wide(bias)
 
@@ -45,19 +52,26 @@ class ReferenceLinear:
             )
         out = torch.nn.functional.linear(_wide(x), self._weight, self._bias)
         if residual is not None:
-            if residual.shape != out.shape or residual.dtype is not x.dtype:
+            if residual.shape != out.shape or residual.dtype is not x.dtype or x.dtype is not self._out_dtype:
                 raise InvalidArgumentError(
                     f"residual has shape {tuple(residual.shape)} and dtype {residual.dtype}; "
                     f"{tuple(out.shape)} of {x.dtype} is needed"
                 )
             out = out + _wide(residual)
-        return out.to(x.dtype)
+        return out.to(self._out_dtype)
 
 
 class ReferenceInt8Linear:
     """The arithmetic of `Backend.int8_linear`, integers held exactly in float64."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, group: int | None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        group: int | None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
         if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
             raise InvalidArgumentError(
                 f"weight has shape {tuple(weight.shape)} and bias {None if bias is None else tuple(bias.shape)}; "
@@ -67,6 +81,7 @@ class ReferenceInt8Linear:
             raise InvalidArgumentError(f"group is {group}; it must be a multiple of 64")
         self.out_features, self.in_features = weight.shape
         self._dtype, self._group = dtype, group or self.in_features
+        self._out_dtype = _results_dtype(out_dtype, dtype)
         integers, scales = quantize_rows(weight.to(torch.float32), self.in_features)
         self._weight, self._scales = integers.squeeze(1), scales.squeeze(1)
         self._bias = None if bias is None else bias.to(torch.float32)
@@ -88,13 +103,13 @@ class ReferenceInt8Linear:
         if self._bias is not None:
             out = out + self._bias
         if residual is not None:
-            if residual.shape != out.shape or residual.dtype is not x.dtype:
+            if residual.shape != out.shape or residual.dtype is not x.dtype or x.dtype is not self._out_dtype:
                 raise InvalidArgumentError(
                     f"residual has shape {tuple(residual.shape)} and dtype {residual.dtype}; "
                     f"{tuple(out.shape)} of {x.dtype} is needed"
                 )
             out = out + residual.float()
-        return out.to(x.dtype)
+        return out.to(self._out_dtype)
 
 
 def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -129,13 +144,24 @@ class ReferenceBackend:
         on_cpu = f", {threads} thread{'' if threads == 1 else 's'}" if self.device.type == "cpu" else ""
         return f"reference ({self.device}{on_cpu})"
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
-        return ReferenceLinear(weight, bias)
+    def linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    ) -> ReferenceLinear:
+        return ReferenceLinear(weight, bias, out_dtype)
 
     def int8_linear(
-        self, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype, group: int | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        group: int | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> ReferenceInt8Linear:
-        return ReferenceInt8Linear(weight, bias, dtype, group)
+        return ReferenceInt8Linear(weight, bias, dtype, group, out_dtype)
+
+    def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> ComposedLayers:
+        return ComposedLayers(self, layers, shape)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.shape != x.shape[-1:]:

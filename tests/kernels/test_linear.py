@@ -29,6 +29,30 @@ def test_matches_reference(native, reference, isa, dtype, out_features, in_featu
         torch.testing.assert_close(layer(x, residual), oracle(x, residual), atol=atol, rtol=rtol)
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_results_in_fp32(native, reference, isa, dtype, is_int8):
+    """What would be rounded to 16 bits, before it is."""
+    weight, bias = normal(100, 64, dtype=dtype, seed=1), normal(100, dtype=dtype, seed=2)
+    x = normal(11, 64, dtype=dtype, seed=3)
+
+    def layer(backend, out_dtype):
+        if is_int8:
+            return backend.int8_linear(weight, bias, dtype=dtype, out_dtype=out_dtype)
+        return backend.linear(weight, bias, out_dtype=out_dtype)
+
+    out = layer(native(isa), torch.float32)(x)
+    assert out.dtype is torch.float32
+    assert torch.equal(out.to(dtype), layer(native(isa), None)(x))
+    torch.testing.assert_close(out, layer(reference, torch.float32)(x), atol=1e-3, rtol=1e-3)
+    for backend in (native(isa), reference):
+        with pytest.raises(InvalidArgumentError, match="residual"):
+            layer(backend, torch.float32)(x, torch.zeros(11, 100, dtype=dtype))
+        with pytest.raises(InvalidArgumentError, match="out_dtype"):
+            layer(backend, torch.float16 if dtype is torch.bfloat16 else torch.bfloat16)
+
+
 def test_written_down(native):
     layer = native().linear(torch.tensor([[1.0, 2.0, 3.0], [0.0, -1.0, 0.5]]), torch.tensor([10.0, 20.0]))
     out = layer(torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[100.0, 200.0]]))

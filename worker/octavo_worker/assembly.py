@@ -24,7 +24,7 @@ from octavo_worker.kv_pool import LAYOUT_NAME, KVPool, size_pool
 from octavo_worker.loaders.checkpoint import open_checkpoint
 from octavo_worker.loaders.source import ModelSource
 from octavo_worker.measurement import measure_prefill, measure_swap
-from octavo_worker.memory import check_weights_fit, free_host_memory, weight_bytes
+from octavo_worker.memory import check_weights_fit, free_host_memory, keep_freed_memory, weight_bytes
 from octavo_worker.models.decoder import Decoder
 from octavo_worker.models.layers import Quantization
 from octavo_worker.session import PROTOCOL_VERSION
@@ -98,6 +98,7 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
     if backend.name == "reference" and device.type == "cpu":
         torch.set_num_threads(config.num_threads or usable_cores())  # the native kernels bring their own threads
     model = checkpoint.config
+    keep_freed_memory()  # not before the weights are loaded, which takes and frees more than is worth keeping
     layout = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, dtype)
     size = size_pool(
         config,

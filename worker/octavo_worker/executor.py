@@ -285,8 +285,7 @@ class Executor:
         for index, stretch in found.items():
             stretch.sequence_id = scheduled.sequence_ids[index]
             result.prompt_logprobs.append(stretch)
-        for index in broken:
-            self._fail(scheduled.sequence_ids[index], _NUMERIC, "the model's logits are not finite")
+        self._fail_not_finite(scheduled, np.fromiter(broken, np.int64))
         return chosen[~np.isin(chosen, list(broken))] if broken else chosen
 
     def _sample(
@@ -295,9 +294,19 @@ class Executor:
         """Samples behind the sequences in `chosen`, or finds candidates. logits: a row for each of them; mutated where
         nothing else needs them; masks: of their grammars.
         """
+        rows = scheduled.rows[chosen]
+        positions = scheduled.starts[chosen] + scheduled.counts[chosen]
+        params = self.table.params[rows]
+        if _is_plain(params):
+            token_ids = sample(logits, params, positions, self.backend)
+            is_bad = (token_ids < 0).cpu().numpy()
+            if is_bad.any():
+                self._fail_not_finite(scheduled, chosen[is_bad])
+                chosen, rows, token_ids = chosen[~is_bad], rows[~is_bad], _take(token_ids, ~is_bad)
+            self._append(scheduled, chosen, token_ids, result)
+            return
         finite = finite_rows(logits)
-        for index in chosen[~finite]:
-            self._fail(scheduled.sequence_ids[index], _NUMERIC, "the model's logits are not finite")
+        self._fail_not_finite(scheduled, chosen[~finite])
         chosen, logits = chosen[finite], _take(logits, finite)
         chosen, logits, bans = self._ban(scheduled, chosen, logits, masks)
         is_beam = self.table.params["num_candidates"][scheduled.rows[chosen]] > 0
@@ -318,6 +327,11 @@ class Executor:
         if wanted.any():
             num_tops = params["num_top_logprobs"][wanted]
             _fill_logprobs(result.logprobs, _take(logits, wanted), _take(token_ids, wanted), num_tops)
+        self._append(scheduled, chosen, token_ids, result)
+
+    def _append(self, scheduled: _Scheduled, chosen: IntArray, token_ids: Tensor, result: pb.StepResult) -> None:
+        """The sequences in `chosen` go on with these tokens, one each."""
+        rows = scheduled.rows[chosen]
         sampled = token_ids.cpu().numpy()
         self.table.tokens.append(rows, np.ones(len(rows), np.int64), sampled.astype(np.int32))
         result.sequence_ids.extend([scheduled.sequence_ids[index] for index in chosen])
@@ -338,6 +352,10 @@ class Executor:
             self._fail(scheduled.sequence_ids[chosen[index]], *problem)
             kept[index] = False
         return chosen[kept], _take(logits, kept), bans.take(kept)
+
+    def _fail_not_finite(self, scheduled: _Scheduled, broken: IntArray) -> None:
+        for index in broken:
+            self._fail(scheduled.sequence_ids[index], _NUMERIC, "the model's logits are not finite")
 
     def _find_candidates(
         self, scheduled: _Scheduled, chosen: IntArray, logits: Tensor, bans: Bans, result: pb.StepResult
@@ -372,6 +390,12 @@ def _flat(tops: Likeliest) -> tuple[list[int], list[float]]:
     """Ids and log-probabilities, one row's behind the other's."""
     inside = np.arange(tops.ids.shape[1]) < tops.counts[:, None]
     return tops.ids.cpu().numpy()[inside].tolist(), tops.logprobs.cpu().numpy()[inside].tolist()
+
+
+def _is_plain(params: NDArray[np.void]) -> bool:
+    """Whether nothing but the sampler looks at the logits of sequences with these parameters."""
+    special = params["has_bans"] | params["has_grammar"] | params["has_suppressed"] | params["has_adjustments"]
+    return not (special | params["return_logprobs"] | (params["num_candidates"] > 0)).any()
 
 
 def _take(values: Tensor, mask: NDArray[np.bool_]) -> Tensor:

@@ -7,6 +7,7 @@ tests can put files there. What to do with the memory is `kv_pool`'s.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from octavo_worker.loaders.config import ModelConfig
 
 # Limits above this are "none": version 1 writes 2^63 rounded down to a page.
 _NO_LIMIT = 1 << 60
+# glibc's names and numbers; the first threshold has a highest value, of 32 MiB.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_TENSOR_BYTES, _KEPT_BYTES = 32 << 20, 256 << 20
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,19 @@ def free_host_memory(paths: MemoryPaths | None = None) -> int:
         if left is not None:
             free = min(free, left)
     return max(free, 0)
+
+
+def keep_freed_memory() -> None:
+    """Has the C library keep what tensors give back, up to some tens of MiB each, where it would return it to the
+    kernel: logits of a step come and go, and touching new pages costs more than computing them. glibc alone; with
+    another one nothing changes.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, _KEPT_TENSOR_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def weight_bytes(config: ModelConfig, num_elements: int, bytes_per_element: int, quantization: str) -> int:

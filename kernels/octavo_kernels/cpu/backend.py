@@ -8,112 +8,23 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from typing import NoReturn
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from octavo_kernels.backend import AttentionBatch, LayerKV
+from octavo_kernels.backend import AttentionBatch, DecoderLayer, DecoderShape, LayerKV
+from octavo_kernels.cpu.checks import DTYPES, check_batch, check_column, check_rotary_table, dtype_code, refuse
+from octavo_kernels.cpu.layers import CpuDecoderLayers
 from octavo_kernels.cpu.library import PagedKV, choose_isa, load_library
+from octavo_kernels.cpu.linear import CpuLinear
 from octavo_kernels.cpu.topology import usable_cores
 from octavo_kernels.errors import InvalidArgumentError, KernelError
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# What a status of csrc/api.cpp is here; any other is a KernelError.
+# What a status of the library is here; any other is a KernelError.
 _ERRORS: dict[int, type[Exception]] = {1: InvalidArgumentError, 2: MemoryError}
 # How long an idle thread spins before it sleeps: bridges the gap between two ops, not the one between two steps.
 DEFAULT_SPIN_US = 50
-
-
-def _dtype_code(tensor: Tensor, name: str) -> int:
-    code = _DTYPES.get(tensor.dtype)
-    if code is None:
-        raise InvalidArgumentError(f"{name} has dtype {tensor.dtype}; float32, bfloat16 and float16 are supported")
-    if tensor.device.type != "cpu":
-        raise InvalidArgumentError(f"{name} lies on {tensor.device}; the cpu backend takes CPU tensors")
-    return code
-
-
-def _refuse(name: str, tensor: Tensor, wanted: str) -> NoReturn:
-    raise InvalidArgumentError(
-        f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()} and dtype {tensor.dtype}; {wanted}"
-    )
-
-
-def _check_column(tensor: Tensor, name: str, length: int, dtype: torch.dtype) -> None:
-    if tensor.dtype is not dtype or tensor.shape != (length,) or not tensor.is_contiguous():
-        _refuse(name, tensor, f"a contiguous ({length},) of {dtype} is needed")
-
-
-class CpuLinear:
-    """A linear layer whose weights were packed into panels; holds no reference to the original tensor.
-
-    group: None keeps the weight's dtype; a number quantizes to 8 bits, for activations of `dtype` in groups of as many.
-    """
-
-    def __init__(
-        self, backend: CpuBackend, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, group: int | None = None
-    ) -> None:
-        _dtype_code(weight, "weight")
-        if weight.dim() != 2 or weight.stride(1) != 1:
-            _refuse("weight", weight, "two dimensions, the last contiguous, are needed")
-        self.out_features, self.in_features = weight.shape
-        if self.out_features == 0 or self.in_features == 0:
-            _refuse("weight", weight, "no dimension may be empty")
-        bias_pointer = None
-        if bias is not None:
-            if bias.shape != (self.out_features,):
-                _refuse("bias", bias, f"a ({self.out_features},) is needed")
-            bias = bias.to(torch.float32).contiguous()
-            bias_pointer = bias.data_ptr()
-        self._dtype = dtype
-        self._backend = backend  # keeps the context alive
-        self._context = backend._context
-        library = backend._library
-        self._call = library.octavo_linear
-        handle = ctypes.c_void_p()
-        create = library.octavo_linear_create if group is None else library.octavo_linear_create_int8
-        backend._check(
-            create(
-                self._context,
-                _DTYPES[dtype],
-                weight.data_ptr(),
-                weight.stride(0),
-                self.out_features,
-                self.in_features,
-                bias_pointer,
-                *(() if group is None else (group,)),
-                ctypes.byref(handle),
-            )
-        )
-        self._handle = handle
-        weakref.finalize(self, library.octavo_linear_destroy, handle).atexit = False
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if x.dtype is not self._dtype or x.dim() != 2 or x.shape[1] != self.in_features or x.stride(1) != 1:
-            _refuse("x", x, f"(rows, {self.in_features}) of {self._dtype}, the last dimension contiguous, is needed")
-        rows = x.shape[0]
-        out = torch.empty((rows, self.out_features), dtype=self._dtype)
-        if rows == 0:
-            return out
-        residual_pointer, residual_stride = None, 0
-        if residual is not None:
-            if residual.dtype is not self._dtype or residual.shape != out.shape or residual.stride(1) != 1:
-                _refuse("residual", residual, f"{tuple(out.shape)} of {self._dtype} is needed")
-            residual_pointer, residual_stride = residual.data_ptr(), residual.stride(0)
-        self._backend._check(
-            self._call(
-                self._context,
-                self._handle,
-                x.data_ptr(),
-                x.stride(0),
-                rows,
-                residual_pointer,
-                residual_stride,
-                out.data_ptr(),
-            )
-        )
-        return out
 
 
 class CpuBackend:
@@ -134,46 +45,55 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self.num_threads = usable_cores() if num_threads is None else num_threads
         self.isa = choose_isa(isa)
-        self._library = load_library()
-        self._context = ctypes.c_void_p()
-        self._check(
-            self._library.octavo_context_create(
-                self.isa.encode(), self.num_threads, spin_us, ctypes.byref(self._context)
-            )
+        self.library = load_library()
+        self.context = ctypes.c_void_p()
+        self.check(
+            self.library.octavo_context_create(self.isa.encode(), self.num_threads, spin_us, ctypes.byref(self.context))
         )
         # Not at exit: another thread may still be in a call, and sleeping threads end with the process.
-        weakref.finalize(self, self._library.octavo_context_destroy, self._context).atexit = False
+        weakref.finalize(self, self.library.octavo_context_destroy, self.context).atexit = False
         self._paged: dict[int, tuple[weakref.ref[LayerKV], PagedKV]] = {}
 
     def describe(self) -> str:
         """See `Backend.describe`."""
         return f"cpu ({self.isa}, {self.num_threads} thread{'' if self.num_threads == 1 else 's'})"
 
-    def _check(self, status: int) -> None:
+    def check(self, status: int) -> None:
         if status != 0:
             error = _ERRORS.get(status, KernelError)
-            raise error(self._library.octavo_last_error().decode())
+            raise error(self.library.octavo_last_error().decode())
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
+    def linear(self, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None) -> CpuLinear:
         """Packs `weight` into panels; the layer keeps the weight's dtype."""
-        return CpuLinear(self, weight, bias, weight.dtype)
+        return CpuLinear(self, weight, bias, weight.dtype, out_dtype=out_dtype)
 
     def int8_linear(
-        self, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype, group: int | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        group: int | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> CpuLinear:
         """Quantizes `weight` and packs it into panels."""
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise InvalidArgumentError(f"dtype is {dtype}; float32, bfloat16 and float16 are supported")
         whole = (weight.shape[-1] + 63) // 64 * 64
-        return CpuLinear(self, weight.to(torch.float32), bias, dtype, whole if group is None else group)
+        return CpuLinear(
+            self, weight.to(torch.float32), bias, dtype, group=whole if group is None else group, out_dtype=out_dtype
+        )
+
+    def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> CpuDecoderLayers:
+        return CpuDecoderLayers(self, layers, shape)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        code = _dtype_code(x, "x")
+        code = dtype_code(x, "x")
         n = x.shape[-1]
         if x.stride(-1) != 1:
-            _refuse("x", x, "the last dimension must be contiguous")
+            refuse("x", x, "the last dimension must be contiguous")
         if weight.shape != (n,) or weight.stride(0) != 1 or weight.dtype not in (x.dtype, torch.float32):
-            _refuse("weight", weight, f"a contiguous ({n},) of {x.dtype} or float32 is needed")
+            refuse("weight", weight, f"a contiguous ({n},) of {x.dtype} or float32 is needed")
         inner, inner_stride = 1, 0
         if x.dim() == 2:
             outer, outer_stride = x.shape[0], x.stride(0)
@@ -186,11 +106,11 @@ class CpuBackend:
         out = torch.empty(x.shape, dtype=x.dtype)
         if out.numel() == 0:
             return out
-        self._check(
-            self._library.octavo_rms_norm(
-                self._context,
+        self.check(
+            self.library.octavo_rms_norm(
+                self.context,
                 code,
-                _DTYPES[weight.dtype],
+                DTYPES[weight.dtype],
                 x.data_ptr(),
                 outer,
                 outer_stride,
@@ -205,19 +125,15 @@ class CpuBackend:
         return out
 
     def rotary(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
-        code = _dtype_code(x, "x")
+        code = dtype_code(x, "x")
         if x.dim() != 3 or x.stride(2) != 1:
-            _refuse("x", x, "(tokens, heads, head_dim), the last contiguous, is needed")
+            refuse("x", x, "(tokens, heads, head_dim), the last contiguous, is needed")
         tokens, heads, head_dim = x.shape
-        _check_column(positions, "positions", tokens, torch.int32)
-        if cos_sin.dtype is not torch.float32 or cos_sin.dim() != 2 or not cos_sin.is_contiguous():
-            _refuse("cos_sin", cos_sin, "a contiguous (max_positions, rotary_dim) of float32 is needed")
-        max_positions, rotary_dim = cos_sin.shape
-        if rotary_dim > head_dim or rotary_dim % 2 != 0:
-            raise InvalidArgumentError(f"rotary_dim is {rotary_dim}; it must be even and at most head_dim, {head_dim}")
-        self._check(
-            self._library.octavo_rotary(
-                self._context,
+        check_column(positions, "positions", tokens, torch.int32)
+        max_positions, rotary_dim = check_rotary_table(cos_sin, head_dim)
+        self.check(
+            self.library.octavo_rotary(
+                self.context,
                 code,
                 x.data_ptr(),
                 tokens,
@@ -232,7 +148,7 @@ class CpuBackend:
         )
 
     def write_kv(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
-        paged = self._paged_kv(kv)
+        paged = self.paged_kv(kv)
         tokens = k.shape[0]
         heads, head_dim = kv.k.shape[1], kv.k.shape[2]
         for name, tensor in (("k", k), ("v", v)):
@@ -242,43 +158,38 @@ class CpuBackend:
                 or tensor.stride(2) != 1
                 or (heads > 1 and tensor.stride(1) != head_dim)
             ):
-                _refuse(name, tensor, f"({tokens}, {heads}, {head_dim}) of {kv.k.dtype}, strided in dim 0, is needed")
-        _check_column(slots, "slots", tokens, torch.int32)
-        self._check(
-            self._library.octavo_write_kv(
-                self._context, paged, k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slots.data_ptr(), tokens
+                refuse(name, tensor, f"({tokens}, {heads}, {head_dim}) of {kv.k.dtype}, strided in dim 0, is needed")
+        check_column(slots, "slots", tokens, torch.int32)
+        self.check(
+            self.library.octavo_write_kv(
+                self.context, paged, k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slots.data_ptr(), tokens
             )
         )
 
     def paged_attention(
         self, q: Tensor, kv: LayerKV, batch: AttentionBatch, *, scale: float, sliding_window: int | None = None
     ) -> Tensor:
-        paged = self._paged_kv(kv)
+        paged = self.paged_kv(kv)
         kv_heads, head_dim = kv.k.shape[1], kv.k.shape[2]
         if q.dim() != 3 or q.shape[2] != head_dim or q.dtype is not kv.k.dtype or q.shape[1] % kv_heads != 0:
-            _refuse("q", q, f"(tokens, a multiple of {kv_heads}, {head_dim}) of {kv.k.dtype} is needed")
+            refuse("q", q, f"(tokens, a multiple of {kv_heads}, {head_dim}) of {kv.k.dtype} is needed")
         tokens, heads = q.shape[0], q.shape[1]
         if q.stride(2) != 1 or (heads > 1 and q.stride(1) != head_dim):
-            _refuse("q", q, "only the first dimension may be strided")
+            refuse("q", q, "only the first dimension may be strided")
         if sliding_window is not None and sliding_window < 1:
             raise InvalidArgumentError(f"sliding_window is {sliding_window}; it must be at least 1, or None")
+        check_batch(batch, tokens)
         tables = batch.block_tables
-        sequences = tables.shape[0]
-        _check_column(batch.positions, "positions", tokens, torch.int32)
-        _check_column(batch.query_starts, "query_starts", sequences + 1, torch.int32)
-        _check_column(batch.context_lens, "context_lens", sequences, torch.int32)
-        if tables.dtype is not torch.int32 or tables.dim() != 2 or (tables.shape[1] > 1 and tables.stride(1) != 1):
-            _refuse("block_tables", tables, "(sequences, max_blocks) of int32, rows contiguous, is needed")
         out = torch.empty((tokens, heads * head_dim), dtype=q.dtype)
-        self._check(
-            self._library.octavo_paged_attention(
-                self._context,
+        self.check(
+            self.library.octavo_paged_attention(
+                self.context,
                 paged,
                 q.data_ptr(),
                 q.stride(0),
                 tokens,
                 heads,
-                sequences,
+                tables.shape[0],
                 batch.positions.data_ptr(),
                 batch.query_starts.data_ptr(),
                 batch.context_lens.data_ptr(),
@@ -293,15 +204,15 @@ class CpuBackend:
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        code = _dtype_code(gate_up, "gate_up")
+        code = dtype_code(gate_up, "gate_up")
         if gate_up.dim() != 2 or gate_up.stride(1) != 1 or gate_up.shape[1] % 2 != 0:
-            _refuse("gate_up", gate_up, "(tokens, 2 * n), the last dimension contiguous, is needed")
+            refuse("gate_up", gate_up, "(tokens, 2 * n), the last dimension contiguous, is needed")
         rows, n = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((rows, n), dtype=gate_up.dtype)
         if out.numel() > 0:
-            self._check(
-                self._library.octavo_silu_mul(
-                    self._context, code, gate_up.data_ptr(), rows, gate_up.stride(0), n, out.data_ptr()
+            self.check(
+                self.library.octavo_silu_mul(
+                    self.context, code, gate_up.data_ptr(), rows, gate_up.stride(0), n, out.data_ptr()
                 )
             )
         return out
@@ -311,19 +222,19 @@ class CpuBackend:
 
     def move_blocks(self, source: Tensor, source_blocks: Tensor, target: Tensor, target_blocks: Tensor) -> None:
         if source.shape[1:] != target.shape[1:] or source.dtype is not target.dtype:
-            _refuse("target", target, f"blocks of {tuple(source.shape[1:])} of {source.dtype} are needed")
+            refuse("target", target, f"blocks of {tuple(source.shape[1:])} of {source.dtype} are needed")
         for name, pool in (("source", source), ("target", target)):
             if not pool.is_contiguous() or pool.device.type != "cpu":
-                _refuse(name, pool, "a contiguous pool on the CPU is needed")
+                refuse(name, pool, "a contiguous pool on the CPU is needed")
         count = source_blocks.shape[0]
-        _check_column(source_blocks, "source_blocks", count, torch.int64)
-        _check_column(target_blocks, "target_blocks", count, torch.int64)
+        check_column(source_blocks, "source_blocks", count, torch.int64)
+        check_column(target_blocks, "target_blocks", count, torch.int64)
         if count == 0:
             return
         block_bytes = source[0].numel() * source.element_size()
-        self._check(
-            self._library.octavo_move_blocks(
-                self._context,
+        self.check(
+            self.library.octavo_move_blocks(
+                self.context,
                 source.data_ptr(),
                 source.shape[0],
                 source_blocks.data_ptr(),
@@ -337,15 +248,15 @@ class CpuBackend:
 
     def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         if logits.dtype is not torch.float32 or logits.dim() != 2 or logits.stride(1) != 1 or logits.shape[1] == 0:
-            _refuse("logits", logits, "(rows, vocab) of float32, the last dimension contiguous, is needed")
+            refuse("logits", logits, "(rows, vocab) of float32, the last dimension contiguous, is needed")
         rows, vocab = logits.shape
-        _check_column(temperatures, "temperatures", rows, torch.float32)
-        _check_column(seeds, "seeds", rows, torch.int64)
-        _check_column(positions, "positions", rows, torch.int64)
+        check_column(temperatures, "temperatures", rows, torch.float32)
+        check_column(seeds, "seeds", rows, torch.int64)
+        check_column(positions, "positions", rows, torch.int64)
         out = torch.empty(rows, dtype=torch.int64)
-        self._check(
-            self._library.octavo_gumbel_argmax(
-                self._context,
+        self.check(
+            self.library.octavo_gumbel_argmax(
+                self.context,
                 logits.data_ptr(),
                 rows,
                 logits.stride(0),
@@ -360,16 +271,16 @@ class CpuBackend:
 
     def ban_tokens(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
         if logits.dtype is not torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
-            _refuse("logits", logits, "(rows, vocab) of float32, the last dimension contiguous, is needed")
+            refuse("logits", logits, "(rows, vocab) of float32, the last dimension contiguous, is needed")
         num_rows, vocab = logits.shape
         count = rows.shape[0]
-        _check_column(rows, "rows", count, torch.int64)
+        check_column(rows, "rows", count, torch.int64)
         wrong_shape = masks.dim() != 2 or masks.shape[0] != count or masks.shape[1] * 32 < vocab
         if masks.dtype is not torch.int32 or wrong_shape or not masks.is_contiguous():
-            _refuse("masks", masks, f"contiguous ({count}, {-(-vocab // 32)} or more) of torch.int32 is needed")
-        self._check(
-            self._library.octavo_ban_tokens(
-                self._context,
+            refuse("masks", masks, f"contiguous ({count}, {-(-vocab // 32)} or more) of torch.int32 is needed")
+        self.check(
+            self.library.octavo_ban_tokens(
+                self.context,
                 logits.data_ptr(),
                 num_rows,
                 logits.stride(0),
@@ -381,7 +292,7 @@ class CpuBackend:
             )
         )
 
-    def _paged_kv(self, kv: LayerKV) -> PagedKV:
+    def paged_kv(self, kv: LayerKV) -> PagedKV:
         """The layer's description for the library; made once while the layer lives."""
         known = self._paged.get(id(kv))
         if known is not None and known[0]() is kv:
@@ -394,12 +305,12 @@ class CpuBackend:
 
 def _describe_kv(kv: LayerKV) -> PagedKV:
     k, v = kv.k, kv.v
-    code = _dtype_code(k, "kv.k")
+    code = dtype_code(k, "kv.k")
     if k.dim() != 4 or v.shape != (k.shape[0], k.shape[1], k.shape[3], k.shape[2]) or v.dtype is not k.dtype:
-        _refuse("kv.v", v, f"it must match kv.k of shape {tuple(k.shape)} and dtype {k.dtype}")
+        refuse("kv.v", v, f"it must match kv.k of shape {tuple(k.shape)} and dtype {k.dtype}")
     num_blocks, heads, head_dim, block_size = k.shape
     if block_size % 8 != 0:
         raise InvalidArgumentError(f"block_size is {block_size}; the cpu backend takes multiples of 8")
     if k.stride()[2:] != (block_size, 1) or v.stride()[2:] != (head_dim, 1) or k.stride()[:2] != v.stride()[:2]:
-        _refuse("kv.k", k, "the tiles of K and V must be contiguous and laid out alike")
+        refuse("kv.k", k, "the tiles of K and V must be contiguous and laid out alike")
     return PagedKV(code, k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), num_blocks, heads, head_dim, block_size)

@@ -16,7 +16,7 @@ from octavo_kernels.errors import BackendUnavailableError
 LIBRARY_PATH = Path(__file__).with_name("liboctavo_cpu.so")
 # Forces an instruction set; for tests and for comparing machines.
 ISA_VARIABLE = "OCTAVO_CPU_ISA"
-_INTERFACE_VERSION = 3
+_INTERFACE_VERSION = 4
 
 
 class PagedKV(Structure):
@@ -35,13 +35,65 @@ class PagedKV(Structure):
     )
 
 
+class DecoderLayerPointers(Structure):
+    """`DecoderLayer` of csrc/decoder.cpp."""
+
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("output", c_void_p),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("input_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("sliding_window", c_int64),
+    )
+
+
+class DecoderShapeStruct(Structure):
+    """`DecoderShape` of csrc/decoder.cpp."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("norm_dtype", c_int32),
+        ("hidden_size", c_int64),
+        ("inner_size", c_int64),
+        ("num_heads", c_int64),
+        ("norm_eps", c_float),
+        ("scale", c_float),
+    )
+
+
+class DecoderPass(Structure):
+    """`DecoderPass` of csrc/decoder.cpp; strides in elements."""
+
+    _fields_ = (
+        ("tokens", c_int64),
+        ("rotary_positions", c_void_p),
+        ("cos_sin", c_void_p),
+        ("max_positions", c_int64),
+        ("rotary_dim", c_int64),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("sequences", c_int64),
+        ("query_starts", c_void_p),
+        ("context_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("table_columns", c_int64),
+    )
+
+
 _P, _I, _N, _KV = c_void_p, c_int32, c_int64, POINTER(PagedKV)
+_SHAPE, _LAYERS, _PASS = POINTER(DecoderShapeStruct), POINTER(DecoderLayerPointers), POINTER(DecoderPass)
 
 # Arguments, the context first, of the functions that return 0 or a status with a message.
 _FUNCTIONS: dict[str, tuple[type, ...]] = {
-    "octavo_linear_create": (_P, _I, _P, _N, _N, _N, _P, POINTER(c_void_p)),
-    "octavo_linear_create_int8": (_P, _I, _P, _N, _N, _N, _P, _N, POINTER(c_void_p)),
+    "octavo_linear_create": (_P, _I, _I, _P, _N, _N, _N, _P, POINTER(c_void_p)),
+    "octavo_linear_create_int8": (_P, _I, _I, _P, _N, _N, _N, _P, _N, POINTER(c_void_p)),
     "octavo_linear": (_P, _P, _P, _N, _N, _P, _N, _P),
+    "octavo_decoder_layers": (_P, _SHAPE, _LAYERS, _KV, _N, _PASS, _P),
     "octavo_rms_norm": (_P, _I, _I, _P, _N, _N, _N, _N, _N, _P, c_float, _P),
     "octavo_rotary": (_P, _I, _P, _N, _N, _N, _N, _P, _P, _N, _N),
     "octavo_silu_mul": (_P, _I, _P, _N, _N, _N, _P),

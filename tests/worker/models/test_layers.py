@@ -24,10 +24,16 @@ class WideBackend(ReferenceBackend):
     """Computes what should be 8 bits in fp32: what is left is the rotation."""
 
     def int8_linear(  # type: ignore[override]
-        self, weight: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype, group: int | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        group: int | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> ReferenceLinear:
         assert dtype is torch.float32
-        return self.linear(weight, bias)
+        return self.linear(weight, bias, out_dtype=out_dtype)
 
 
 def decoder_of(

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo_kernels.backend import AttentionBatch, Backend, LayerKV
+from octavo_kernels.backend import AttentionBatch, Backend, DecoderLayer, DecoderShape, LayerKV
 from octavo_worker.loaders.config import ModelConfig
 from octavo_worker.loaders.weights import Weights
-from octavo_worker.models.layers import Layer, LayerReader, Quantization
+from octavo_worker.models.layers import LayerReader, Quantization
 from octavo_worker.models.rope import RotaryTable
 
 
@@ -45,13 +45,16 @@ class Decoder:
         """
         self.config, self.dtype, self.num_sampled = config, dtype, num_sampled
         self._backend = backend
-        self._scale = config.head_dim**-0.5
         reader = LayerReader(config, weights, backend, dtype, quantization)
         self._embedding = reader.embedding()
-        self._layers: list[Layer] = []
+        layers: list[DecoderLayer] = []
         for index in range(config.num_layers):
-            self._layers.append(reader.layer(index))
+            layers.append(reader.layer(index))
             on_progress()
+        shape = DecoderShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.head_dim**-0.5
+        )
+        self._layers = backend.decoder_layers(layers, shape)
         self._norm, self._head = reader.head(num_sampled)
         self.num_parameters = reader.num_parameters
         self._rotary = RotaryTable(config.rope, config.head_dim, config.max_model_len, backend.device)
@@ -75,7 +78,7 @@ class Decoder:
         """Computes the batch and writes its K and V into kv_layers, one a layer, which are mutated.
 
         token_ids: (T,) int32; logit_rows: (R,) int64, the tokens whose logits are wanted; prompt_lens: (T,) int32, see
-        `needs_prompt_lens`. on_progress is called after each layer. Returns (R, num_sampled) fp32.
+        `needs_prompt_lens`. on_progress is called now and then. Returns (R, num_sampled) fp32.
         """
         x = self.hidden(token_ids, batch, kv_layers, prompt_lens=prompt_lens, on_progress=on_progress)
         return self.logits(x, logit_rows)
@@ -91,46 +94,13 @@ class Decoder:
         on_progress: Callable[[], None] = lambda: None,
     ) -> Tensor:
         """`forward` up to the last layer: what `logits` takes, (T, hidden) in the model's dtype."""
-        ops, config = self._backend, self.config
         positions, cos_sin = self._rotary.select(batch.positions, prompt_lens)
         x = F.embedding(token_ids, self._embedding)  # (T, hidden)
-        for layer, kv in zip(self._layers, kv_layers, strict=True):
-            h = ops.rms_norm(x, layer.input_norm, config.rms_norm_eps)
-            attended = self._attend(layer, layer.qkv(h), positions, cos_sin, batch, kv)
-            x = layer.output(attended, x)
-            h = ops.rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
-            x = layer.down(ops.silu_mul(layer.gate_up(h)), x)
-            on_progress()
-        return x
+        return self._layers(x, positions, cos_sin, batch, kv_layers, on_progress)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Logits of some tokens of a pass. hidden: (T, hidden), as `hidden` gives it; rows: (R,) int64. Returns
         (R, num_sampled) fp32; a row's bits do not depend on the others."""
         x = self._backend.rms_norm(hidden.index_select(0, rows), self._norm, self.config.rms_norm_eps)
-        return self._head(x).float()
-
-    def _attend(
-        self,
-        layer: Layer,
-        qkv: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor,
-        batch: AttentionBatch,
-        kv: LayerKV,
-    ) -> Tensor:
-        """Rotates queries and keys, stores K and V, attends. qkv: (T, (heads + 2 * KV heads) * head_dim), mutated."""
-        ops, config = self._backend, self.config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        by_head = qkv.view(-1, heads + 2 * kv_heads, config.head_dim)
-        v = by_head[:, heads + kv_heads :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = ops.rms_norm(by_head[:, :heads], layer.q_norm, config.rms_norm_eps)
-            k = ops.rms_norm(by_head[:, heads : heads + kv_heads], layer.k_norm, config.rms_norm_eps)
-            ops.rotary(q, positions, cos_sin)
-            ops.rotary(k, positions, cos_sin)
-        else:
-            ops.rotary(by_head[:, : heads + kv_heads], positions, cos_sin)
-            q, k = by_head[:, :heads], by_head[:, heads : heads + kv_heads]
-        ops.write_kv(k, v, kv, batch.slots)
-        return ops.paged_attention(q, kv, batch, scale=self._scale, sliding_window=layer.sliding_window)
+        return self._head(x)

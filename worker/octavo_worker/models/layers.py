@@ -7,13 +7,12 @@ read it by its inverse and by the gains of the norm before them, which become on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from octavo_kernels.backend import Backend, Linear
+from octavo_kernels.backend import Backend, DecoderLayer, Linear
 from octavo_worker.loaders.config import ModelConfig
 from octavo_worker.loaders.weights import Weights
 from octavo_worker.models.rotation import Rotation
@@ -22,21 +21,6 @@ Quantization = Literal["none", "int8"]
 
 # Activations that do not come from the residual stream are not rotated; scales for groups keep their outliers apart.
 _ACTIVATION_GROUP = 64
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The weights of one layer. The norms of queries and keys are None where the model has none."""
-
-    input_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
-    sliding_window: int | None
 
 
 class LayerReader:
@@ -65,7 +49,7 @@ class LayerReader:
             return table.to(self._backend.device)
         return self._rotation.rotate(table).to(self._backend.device, self._dtype)
 
-    def layer(self, index: int) -> Layer:
+    def layer(self, index: int) -> DecoderLayer:
         """The layer of this index."""
         config, prefix = self._config, f"model.layers.{index}."
         inner = config.intermediate_size
@@ -82,7 +66,7 @@ class LayerReader:
             [(mlp + "gate_proj", inner), (mlp + "up_proj", inner)],
             bias=config.mlp_bias,
         )
-        return Layer(
+        return DecoderLayer(
             input_norm=input_norm,
             qkv=qkv,
             q_norm=self._head_norm(attention + "q_norm.weight"),
@@ -95,14 +79,14 @@ class LayerReader:
         )
 
     def head(self, num_rows: int) -> tuple[Tensor, Linear]:
-        """The last norm and the first rows of the head."""
+        """The last norm and the first rows of the head, whose logits are fp32."""
         config = self._config
         gains = self._tensor("model.norm.weight", config.hidden_size)
         table = self._tied
         if table is None:
             table = self._tensor("lm_head.weight", config.vocab_size, config.hidden_size)
         self._tied = None
-        return self._behind_norm(gains, table[:num_rows], None)
+        return self._behind_norm(gains, table[:num_rows], None, out_dtype=torch.float32)
 
     def _reading(self, norm: str, parts: list[tuple[str, int]], *, bias: bool) -> tuple[Tensor, Linear]:
         """A norm of the residual stream and the layer behind it, of one or more whose outputs stand side by side."""
@@ -112,12 +96,14 @@ class LayerReader:
         biases = torch.cat([self._tensor(f"{name}.bias", out) for name, out in parts]) if bias else None
         return self._behind_norm(gains, weight, biases)
 
-    def _behind_norm(self, gains: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Linear]:
+    def _behind_norm(
+        self, gains: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Linear]:
         if self._rotation is None:
-            return gains.to(self._backend.device), self._linear(weight, bias)
+            return gains.to(self._backend.device), self._linear(weight, bias, out_dtype)
         folded = self._rotation.rotate(weight * gains)
         ones = torch.ones_like(gains, dtype=self._dtype, device=self._backend.device)
-        return ones, self._int8_linear(folded, bias, group=None)
+        return ones, self._int8_linear(folded, bias, None, out_dtype)
 
     def _writing(self, name: str, in_features: int, *, bias: bool) -> Linear:
         """A layer whose output is added to the residual stream."""
@@ -127,16 +113,21 @@ class LayerReader:
         if self._rotation is None:
             return self._linear(weight, biases)
         biases = None if biases is None else self._rotation.rotate(biases)
-        return self._int8_linear(self._rotation.rotate(weight, dim=0), biases, group=_ACTIVATION_GROUP)
+        return self._int8_linear(self._rotation.rotate(weight, dim=0), biases, _ACTIVATION_GROUP)
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> Linear:
-        device = self._backend.device
-        return self._backend.linear(weight.to(device), None if bias is None else bias.to(device))
-
-    def _int8_linear(self, weight: Tensor, bias: Tensor | None, *, group: int | None) -> Linear:
+    def _linear(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Linear:
         device = self._backend.device
         on_device = None if bias is None else bias.to(device)
-        return self._backend.int8_linear(weight.to(device), on_device, dtype=self._dtype, group=group)
+        return self._backend.linear(weight.to(device), on_device, out_dtype=out_dtype)
+
+    def _int8_linear(
+        self, weight: Tensor, bias: Tensor | None, group: int | None, out_dtype: torch.dtype | None = None
+    ) -> Linear:
+        device = self._backend.device
+        on_device = None if bias is None else bias.to(device)
+        return self._backend.int8_linear(
+            weight.to(device), on_device, dtype=self._dtype, group=group, out_dtype=out_dtype
+        )
 
     def _head_norm(self, name: str) -> Tensor | None:
         if not self._config.qk_norm:

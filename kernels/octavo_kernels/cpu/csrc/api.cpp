@@ -3,56 +3,16 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
-#include <exception>
 #include <memory>
-#include <new>
-#include <string>
 
 #include "arena.h"
-#include "common.h"
-#include "pool.h"
-
-#define OCTAVO_API extern "C" __attribute__((visibility("default")))
+#include "context.h"
 
 namespace octavo {
 namespace {
 
-constexpr int32_t kInterfaceVersion = 3;
-
-thread_local std::string last_error;
-
-enum Status : int32_t { kOk = 0, kRefused = 1, kOutOfMemory = 2, kFailed = 3 };
-
-// A caller's mistake.
-struct Refused {
-  std::string message;
-};
-
-template <class... Values>
-[[noreturn]] void refuse(const char* format, Values... values) {
-  char text[256];
-  std::snprintf(text, sizeof text, format, values...);
-  throw Refused{text};
-}
-
-template <class Function>
-int32_t guarded(const Function& function) {
-  try {
-    function();
-    return kOk;
-  } catch (const Refused& refused) {
-    last_error = refused.message;
-    return kRefused;
-  } catch (const std::bad_alloc&) {
-    last_error = "the cpu backend is out of memory";
-    return kOutOfMemory;
-  } catch (const std::exception& error) {
-    last_error = error.what();
-    return kFailed;
-  }
-}
+constexpr int32_t kInterfaceVersion = 4;
 
 // From the most to the least capable.
 const Kernels* const kAllKernels[] = {
@@ -81,13 +41,6 @@ bool runs_here(const Kernels* kernels) {
 #endif
   return kernels == &kernels_generic;
 }
-
-struct Context {
-  const Kernels* kernels;
-  Pool pool;
-
-  Context(const Kernels* chosen, int num_threads, int64_t spin_us) : kernels(chosen), pool(num_threads, spin_us) {}
-};
 
 struct PackJob {
   PackedLinear* layer;
@@ -174,12 +127,14 @@ OCTAVO_API int32_t octavo_context_create(const char* isa, int32_t num_threads, i
 
 OCTAVO_API void octavo_context_destroy(void* context) { delete static_cast<Context*>(context); }
 
-OCTAVO_API int32_t octavo_linear_create(void* context, int32_t dtype, const void* weight, int64_t stride,
-                                        int64_t out_features, int64_t in_features, const float* bias, void** out) {
+OCTAVO_API int32_t octavo_linear_create(void* context, int32_t dtype, int32_t out_dtype, const void* weight,
+                                        int64_t stride, int64_t out_features, int64_t in_features, const float* bias,
+                                        void** out) {
   return guarded([&] {
     Context& ctx = *static_cast<Context*>(context);
     std::unique_ptr<PackedLinear> layer(new PackedLinear{});
     layer->dtype = dtype;
+    layer->out_dtype = out_dtype;
     layer->in_features = in_features;
     layer->out_features = out_features;
     layer->num_panels = (out_features + kPanelColumns - 1) / kPanelColumns;
@@ -201,9 +156,9 @@ OCTAVO_API int32_t octavo_linear_create(void* context, int32_t dtype, const void
 }
 
 // Quantizes fp32 weights to 8 bits. dtype: of the activations; group: see PackedLinear.
-OCTAVO_API int32_t octavo_linear_create_int8(void* context, int32_t dtype, const void* weight, int64_t stride,
-                                             int64_t out_features, int64_t in_features, const float* bias,
-                                             int64_t group, void** out) {
+OCTAVO_API int32_t octavo_linear_create_int8(void* context, int32_t dtype, int32_t out_dtype, const void* weight,
+                                             int64_t stride, int64_t out_features, int64_t in_features,
+                                             const float* bias, int64_t group, void** out) {
   return guarded([&] {
     Context& ctx = *static_cast<Context*>(context);
     if (group < 64 || group % 64 != 0)
@@ -213,6 +168,7 @@ OCTAVO_API int32_t octavo_linear_create_int8(void* context, int32_t dtype, const
       refuse("in_features is %lld; 8-bit layers sum at most 131072", static_cast<long long>(in_features));
     std::unique_ptr<PackedLinear> layer(new PackedLinear{});
     layer->dtype = dtype;
+    layer->out_dtype = out_dtype;
     layer->in_features = in_features;
     layer->out_features = out_features;
     layer->group = group;
@@ -247,7 +203,7 @@ OCTAVO_API int32_t octavo_linear(void* context, void* linear, const void* x, int
     const LinearArgs args{static_cast<const PackedLinear*>(linear), static_cast<const char*>(x), x_stride, rows,
                           static_cast<const char*>(residual), residual_stride, static_cast<char*>(out)};
     Pool::Session session(ctx.pool);
-    (args.layer->group == 0 ? ctx.kernels->linear : ctx.kernels->linear_int8)(ctx.pool, args);
+    ctx.linear(args);
   });
 }
 
@@ -268,10 +224,7 @@ OCTAVO_API int32_t octavo_rotary(void* context, int32_t dtype, void* x, int64_t 
                                  int64_t max_positions, int64_t rotary_dim) {
   return guarded([&] {
     Context& ctx = *static_cast<Context*>(context);
-    for (int64_t i = 0; i < tokens; ++i)
-      if (positions[i] < 0 || positions[i] >= max_positions)
-        refuse("position %d of token %lld is outside the rotary table of %lld positions", positions[i],
-               static_cast<long long>(i), static_cast<long long>(max_positions));
+    check_rotary_positions(positions, tokens, max_positions);
     const RotaryArgs args{dtype, static_cast<char*>(x), tokens, token_stride, heads, head_stride, positions, cos_sin,
                           rotary_dim};
     Pool::Session session(ctx.pool);
@@ -293,11 +246,7 @@ OCTAVO_API int32_t octavo_write_kv(void* context, const PagedKV* kv, const void*
                                    int64_t v_stride, const int32_t* slots, int64_t tokens) {
   return guarded([&] {
     Context& ctx = *static_cast<Context*>(context);
-    const int64_t num_slots = kv->num_blocks * kv->block_size;
-    for (int64_t i = 0; i < tokens; ++i)
-      if (slots[i] < 0 || slots[i] >= num_slots)
-        refuse("slot %d of token %lld is outside the pool of %lld slots", slots[i], static_cast<long long>(i),
-               static_cast<long long>(num_slots));
+    check_slots(*kv, slots, tokens);
     const WriteKVArgs args{*kv, static_cast<const char*>(k), static_cast<const char*>(v), tokens, k_stride, v_stride,
                            slots};
     Pool::Session session(ctx.pool);
@@ -312,29 +261,8 @@ OCTAVO_API int32_t octavo_paged_attention(void* context, const PagedKV* kv, cons
                                           float scale, int64_t sliding_window, void* out) {
   return guarded([&] {
     Context& ctx = *static_cast<Context*>(context);
-    if (query_starts[0] != 0 || query_starts[sequences] != tokens)
-      refuse("query_starts goes from %d to %d; it must go from 0 to the number of tokens, %lld", query_starts[0],
-             query_starts[sequences], static_cast<long long>(tokens));
-    for (int64_t s = 0; s < sequences; ++s) {
-      const int number = static_cast<int>(s);
-      if (query_starts[s + 1] < query_starts[s]) refuse("query_starts falls at sequence %d", number);
-      for (int64_t t = query_starts[s]; t < query_starts[s + 1]; ++t) {
-        if (positions[t] < 0 || positions[t] >= context_lens[s] ||
-            (t > query_starts[s] && positions[t] != positions[t - 1] + 1))
-          refuse("position %d of sequence %d does not follow the one before it inside its context of %d", positions[t],
-                 number, context_lens[s]);
-      }
-      const int64_t blocks = (context_lens[s] + kv->block_size - 1) / kv->block_size;
-      if (blocks > table_columns)
-        refuse("sequence %d has a context of %d; its block table holds %lld blocks", number, context_lens[s],
-               static_cast<long long>(table_columns));
-      for (int64_t b = 0; b < blocks; ++b) {
-        const int32_t id = block_tables[s * table_stride + b];
-        if (id < 0 || id >= kv->num_blocks)
-          refuse("block %d of sequence %d is outside the pool of %lld blocks", id, number,
-                 static_cast<long long>(kv->num_blocks));
-      }
-    }
+    check_batch(*kv, tokens, sequences, positions, query_starts, context_lens, block_tables, table_stride,
+                table_columns);
     const AttentionArgs args{*kv,       static_cast<const char*>(q), q_stride,     tokens, heads,          sequences,
                              positions, query_starts,                block_tables, table_stride, scale, sliding_window,
                              static_cast<char*>(out)};

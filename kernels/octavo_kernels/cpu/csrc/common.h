@@ -19,7 +19,8 @@ constexpr int64_t kPanelColumns = 48;
 //   f32, f16: panel[k][48]            bf16: panel[k / 2][48][k % 2]
 //   8 bits: panel[k / 4][48][k % 4], unsigned and 128 too large, times `scales` of the column
 struct PackedLinear {
-  int32_t dtype;  // of activations, and of weights that are not of 8 bits
+  int32_t dtype;      // of activations, and of weights that are not of 8 bits
+  int32_t out_dtype;  // of results: dtype or fp32
   int64_t in_features;
   int64_t out_features;
   int64_t num_panels;
@@ -35,7 +36,7 @@ struct LinearArgs {
   const char* x;  // rows of the layer's dtype
   int64_t x_stride;
   int64_t rows;
-  const char* residual;  // null, or rows of the layer's dtype
+  const char* residual;  // null, or rows of the layer's dtype, which is out_dtype then
   int64_t residual_stride;
   char* out;  // contiguous
 };

@@ -122,7 +122,11 @@ OCTAVO_INLINE void finish(const LinearArgs& args, int64_t row, int64_t column, F
     const item* residual = reinterpret_cast<const item*>(args.residual) + row * args.residual_stride + column;
     value = value + read_some<T>(residual, n);
   }
-  write_some<T>(reinterpret_cast<item*>(args.out) + row * out_features + column, value, n);
+  if (args.layer->out_dtype == T::dtype) {
+    write_some<T>(reinterpret_cast<item*>(args.out) + row * out_features + column, value, n);
+  } else {
+    write_some<F32>(reinterpret_cast<float*>(args.out) + row * out_features + column, value, n);
+  }
 }
 
 // T: type of weights, inputs and outputs; NATIVE: inputs stay bf16 pairs.

@@ -4,7 +4,6 @@
 #include <signal.h>
 
 #include <chrono>
-#include <cstdlib>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -13,6 +12,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "buffer.h"
 
 namespace octavo {
 namespace {
@@ -33,25 +34,6 @@ inline void pause_cpu() {
   asm volatile("yield");
 #endif
 }
-
-struct Buffer {
-  char* data = nullptr;
-  size_t bytes = 0;
-
-  char* grow(size_t wanted) {
-    if (wanted > bytes) {
-      std::free(data);
-      data = nullptr;
-      bytes = 0;
-      const size_t rounded = (wanted + wanted / 4 + 4095) & ~size_t{4095};
-      void* fresh = nullptr;
-      if (posix_memalign(&fresh, 64, rounded) != 0) throw std::bad_alloc();
-      data = static_cast<char*>(fresh);
-      bytes = rounded;
-    }
-    return data;
-  }
-};
 
 struct alignas(64) Range {
   std::atomic<int64_t> next{0};
@@ -124,8 +106,6 @@ Pool::~Pool() {
   }
   state_->wake.notify_all();
   for (std::thread& thread : state_->threads) thread.join();
-  for (Buffer& buffer : state_->buffers) std::free(buffer.data);
-  std::free(state_->shared.data);
   delete state_;
 }
 
@@ -167,6 +147,7 @@ void Pool::work(State* state, int thread) {
         pause_cpu();
         called = state->called(seen);
       }
+      if (!called) std::this_thread::yield();
     }
     if (!called) {
       std::unique_lock<std::mutex> lock(state->sleep_mutex);

@@ -1,0 +1,187 @@
+// Layers of a decoder in one call: the ops of `api.cpp`, one behind the other, without a way back to Python between
+// them. Values are those of the single ops to the bit.
+
+#include <algorithm>
+
+#include "context.h"
+
+namespace octavo {
+namespace {
+
+// Norms' weights are of `norm_dtype`; those of queries and keys are null where there are none.
+struct DecoderLayer {
+  const PackedLinear* qkv;
+  const PackedLinear* output;
+  const PackedLinear* gate_up;
+  const PackedLinear* down;
+  const void* input_norm;
+  const void* mlp_norm;
+  const void* q_norm;
+  const void* k_norm;
+  int64_t sliding_window;  // 0: none
+};
+
+struct DecoderShape {
+  int32_t dtype;
+  int32_t norm_dtype;
+  int64_t hidden_size;
+  int64_t inner_size;  // of the gated layer
+  int64_t num_heads;
+  float norm_eps;
+  float scale;  // of attention
+};
+
+struct DecoderPass {
+  int64_t tokens;
+  const int32_t* rotary_positions;
+  const float* cos_sin;
+  int64_t max_positions;
+  int64_t rotary_dim;
+  const int32_t* positions;
+  const int32_t* slots;
+  int64_t sequences;
+  const int32_t* query_starts;
+  const int32_t* context_lens;
+  const int32_t* block_tables;
+  int64_t table_stride;
+  int64_t table_columns;
+};
+
+// One layer at work.
+class LayerRun {
+ public:
+  LayerRun(Context& context, const DecoderShape& shape, const DecoderPass& pass, const PagedKV& kv, char* x)
+      : context_(context), shape_(shape), pass_(pass), kv_(kv), x_(x), item_size_(item_size(shape.dtype)) {
+    q_width_ = shape.num_heads * kv.head_dim;
+    kv_width_ = kv.num_kv_heads * kv.head_dim;
+    const int64_t qkv_width = q_width_ + 2 * kv_width_;
+    const int64_t widths[] = {shape.hidden_size, qkv_width,           q_width_ + kv_width_,
+                              q_width_,          2 * shape.inner_size, shape.inner_size};
+    char** const places[] = {&h_, &qkv_, &normed_, &attended_, &gate_up_, &inner_};
+    size_t bytes = 0;
+    for (int64_t width : widths) bytes += room(width);
+    char* memory = context.activations.grow(bytes);
+    for (int i = 0; i < 6; ++i) {
+      *places[i] = memory;
+      memory += room(widths[i]);
+    }
+  }
+
+  // x becomes what the layer makes of it.
+  void operator()(const DecoderLayer& layer, const PagedKV& kv) {
+    norm(layer.input_norm, x_, h_);
+    linear(*layer.qkv, h_, nullptr, qkv_);
+    attend(layer, kv);
+    linear(*layer.output, attended_, x_, x_);
+    norm(layer.mlp_norm, x_, h_);
+    linear(*layer.gate_up, h_, nullptr, gate_up_);
+    const SiluMulArgs silu{shape_.dtype, gate_up_, pass_.tokens, 2 * shape_.inner_size, shape_.inner_size, inner_};
+    context_.kernels->silu_mul(context_.pool, silu);
+    linear(*layer.down, inner_, x_, x_);
+  }
+
+ private:
+  size_t room(int64_t width) const { return static_cast<size_t>((pass_.tokens * width * item_size_ + 63) / 64 * 64); }
+
+  void norm(const void* weight, const char* from, char* to) {
+    const RmsNormArgs args{shape_.dtype,
+                           shape_.norm_dtype,
+                           from,
+                           pass_.tokens,
+                           shape_.hidden_size,
+                           1,
+                           0,
+                           shape_.hidden_size,
+                           static_cast<const char*>(weight),
+                           shape_.norm_eps,
+                           to};
+    context_.kernels->rms_norm(context_.pool, args);
+  }
+
+  // A residual may be where the result goes: every element is read right before it is written.
+  void linear(const PackedLinear& layer, const char* from, const char* residual, char* to) {
+    const LinearArgs args{&layer, from, layer.in_features, pass_.tokens, residual, layer.out_features, to};
+    context_.linear(args);
+  }
+
+  void attend(const DecoderLayer& layer, const PagedKV& kv) {
+    const int64_t qkv_width = q_width_ + 2 * kv_width_;
+    char *q = qkv_, *k = qkv_ + q_width_ * item_size_;
+    int64_t q_stride = qkv_width, k_stride = qkv_width;
+    if (layer.q_norm == nullptr) {
+      rotate(qkv_, qkv_width, shape_.num_heads + kv.num_kv_heads);
+    } else {
+      q = normed_;
+      k = normed_ + pass_.tokens * q_width_ * item_size_;
+      head_norm(layer.q_norm, qkv_, shape_.num_heads, q);
+      head_norm(layer.k_norm, qkv_ + q_width_ * item_size_, kv.num_kv_heads, k);
+      q_stride = q_width_;
+      k_stride = kv_width_;
+      rotate(q, q_stride, shape_.num_heads);
+      rotate(k, k_stride, kv.num_kv_heads);
+    }
+    const char* v = qkv_ + (q_width_ + kv_width_) * item_size_;
+    const WriteKVArgs write{kv, k, v, pass_.tokens, k_stride, qkv_width, pass_.slots};
+    context_.kernels->write_kv(context_.pool, write);
+    const AttentionArgs attention{kv,
+                                  q,
+                                  q_stride,
+                                  pass_.tokens,
+                                  shape_.num_heads,
+                                  pass_.sequences,
+                                  pass_.positions,
+                                  pass_.query_starts,
+                                  pass_.block_tables,
+                                  pass_.table_stride,
+                                  shape_.scale,
+                                  layer.sliding_window,
+                                  attended_};
+    context_.kernels->paged_attention(context_.pool, attention);
+  }
+
+  void head_norm(const void* weight, const char* from, int64_t heads, char* to) {
+    const RmsNormArgs args{shape_.dtype,       shape_.norm_dtype,
+                           from,               pass_.tokens,
+                           q_width_ + 2 * kv_width_, heads,
+                           kv_.head_dim,       kv_.head_dim,
+                           static_cast<const char*>(weight), shape_.norm_eps,
+                           to};
+    context_.kernels->rms_norm(context_.pool, args);
+  }
+
+  void rotate(char* x, int64_t stride, int64_t heads) {
+    const RotaryArgs args{shape_.dtype, x, pass_.tokens, stride, heads, kv_.head_dim, pass_.rotary_positions,
+                          pass_.cos_sin, pass_.rotary_dim};
+    context_.kernels->rotary(context_.pool, args);
+  }
+
+  Context& context_;
+  const DecoderShape& shape_;
+  const DecoderPass& pass_;
+  const PagedKV& kv_;
+  char* const x_;
+  const int64_t item_size_;
+  int64_t q_width_, kv_width_;
+  char *h_, *qkv_, *normed_, *attended_, *gate_up_, *inner_;
+};
+
+}  // namespace
+}  // namespace octavo
+
+using namespace octavo;
+
+// Computes `count` layers over contiguous rows x, in place, and writes their K and V. The paged K and V of all of them
+// have one shape; the layers' widths are the caller's to check.
+OCTAVO_API int32_t octavo_decoder_layers(void* context, const DecoderShape* shape, const DecoderLayer* layers,
+                                         const PagedKV* kv, int64_t count, const DecoderPass* pass, void* x) {
+  return guarded([&] {
+    Context& ctx = *static_cast<Context*>(context);
+    check_rotary_positions(pass->rotary_positions, pass->tokens, pass->max_positions);
+    check_slots(*kv, pass->slots, pass->tokens);
+    check_batch(*kv, pass->tokens, pass->sequences, pass->positions, pass->query_starts, pass->context_lens,
+                pass->block_tables, pass->table_stride, pass->table_columns);
+    Pool::Session session(ctx.pool);
+    LayerRun run(ctx, *shape, *pass, *kv, static_cast<char*>(x));
+    for (int64_t i = 0; i < count; ++i) run(layers[i], kv[i]);
+  });
+}

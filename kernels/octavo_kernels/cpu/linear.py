@@ -1,0 +1,100 @@
+"""Linear layers of the native CPU backend: weights packed once, called for any number of rows."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from octavo_kernels.cpu.checks import DTYPES, dtype_code, refuse
+from octavo_kernels.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from octavo_kernels.cpu.backend import CpuBackend
+
+
+class CpuLinear:
+    """A linear layer whose weights were packed into panels; holds no reference to the original tensor.
+
+    group: None keeps the weight's dtype; a number quantizes to 8 bits, for activations of `dtype` in groups of as many.
+    out_dtype: of results, dtype or float32.
+    """
+
+    def __init__(
+        self,
+        backend: CpuBackend,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        group: int | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> None:
+        dtype_code(weight, "weight")
+        if weight.dim() != 2 or weight.stride(1) != 1:
+            refuse("weight", weight, "two dimensions, the last contiguous, are needed")
+        self.out_features, self.in_features = weight.shape
+        if self.out_features == 0 or self.in_features == 0:
+            refuse("weight", weight, "no dimension may be empty")
+        bias_pointer = None
+        if bias is not None:
+            if bias.shape != (self.out_features,):
+                refuse("bias", bias, f"a ({self.out_features},) is needed")
+            bias = bias.to(torch.float32).contiguous()
+            bias_pointer = bias.data_ptr()
+        self.dtype, self.out_dtype = dtype, out_dtype or dtype
+        if self.out_dtype not in (dtype, torch.float32):
+            raise InvalidArgumentError(f"out_dtype is {out_dtype}; it must be {dtype} or torch.float32")
+        self._backend = backend  # keeps the context alive
+        self._context = backend.context
+        library = backend.library
+        self._call = library.octavo_linear
+        handle = ctypes.c_void_p()
+        create = library.octavo_linear_create if group is None else library.octavo_linear_create_int8
+        backend.check(
+            create(
+                self._context,
+                DTYPES[dtype],
+                DTYPES[self.out_dtype],
+                weight.data_ptr(),
+                weight.stride(0),
+                self.out_features,
+                self.in_features,
+                bias_pointer,
+                *(() if group is None else (group,)),
+                ctypes.byref(handle),
+            )
+        )
+        self.handle = handle
+        weakref.finalize(self, library.octavo_linear_destroy, handle).atexit = False
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if x.dtype is not self.dtype or x.dim() != 2 or x.shape[1] != self.in_features or x.stride(1) != 1:
+            refuse("x", x, f"(rows, {self.in_features}) of {self.dtype}, the last dimension contiguous, is needed")
+        rows = x.shape[0]
+        out = torch.empty((rows, self.out_features), dtype=self.out_dtype)
+        if rows == 0:
+            return out
+        residual_pointer, residual_stride = None, 0
+        if residual is not None:
+            if self.out_dtype is not self.dtype:
+                raise InvalidArgumentError(f"a layer that gives {self.out_dtype} takes no residual of {self.dtype}")
+            if residual.dtype is not self.dtype or residual.shape != out.shape or residual.stride(1) != 1:
+                refuse("residual", residual, f"{tuple(out.shape)} of {self.dtype} is needed")
+            residual_pointer, residual_stride = residual.data_ptr(), residual.stride(0)
+        self._backend.check(
+            self._call(
+                self._context,
+                self.handle,
+                x.data_ptr(),
+                x.stride(0),
+                rows,
+                residual_pointer,
+                residual_stride,
+                out.data_ptr(),
+            )
+        )
+        return out
