@@ -76,7 +76,7 @@ class Engine:
         )
         self._started_at = clock()
         self._deliveries: dict[int, Delivery] = {}
-        self._fan_out = FanOut()
+        self._fan_out = FanOut(config.stream_interval_ms / 1000)
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()

@@ -2,7 +2,8 @@
 other.
 
 What was not read yet is joined: a slow reader gets longer deltas, not more of them, and so does every reader while the
-event loop is behind (`fan_out.py`). Where only the end tells what is returned (best_of above n, beams), or the caller
+event loop is behind, or tokens come faster than messages are worth sending (`fan_out.py`). The first token and the end
+never wait. Where only the end tells what is returned (best_of above n, beams), or the caller
 asks for no more, everything waits for it and comes in one update. What a sample's text is, and where a stop string ends
 it, is `sample.py`'s.
 """
@@ -53,6 +54,7 @@ class Delivery:
         self._unread: dict[int, SampleDelta] = {}
         self._fan_out = fan_out
         self._turn: asyncio.Future[None] | None = None  # the reader's, while it waits for something to read
+        self._due_at = 0.0  # by the event loop's clock: what is not urgent waits until then
         num_samples = request.sampling.n if group.is_prompt_only else len(group.sequences)
         self.samples = [self._new_sample() for _ in range(num_samples)] if request.sampling.beams is None else []
         for held in request.resumed:
@@ -69,6 +71,7 @@ class Delivery:
         """Takes in a token. Returns why its sample ended with it, which a stop string may have caused, or None."""
         index = event.sequence.sample_index
         sample = self.samples[index]
+        is_first_unread = not self._unread
         if sample.num_new_tokens == 0:
             sample.first_token_at = now
         self.has_new_tokens = True
@@ -82,8 +85,12 @@ class Delivery:
         sample.append(event.token_id, end)
         if sample.end is not None:
             _tell_end(delta, sample)
+            self._due_at = 0.0
         if self._is_streamed:
-            self._tell()
+            if self._is_due:
+                self._tell()
+            elif is_first_unread and self._turn is not None:
+                self._fan_out.join_late(self._turn)
         return delta.finish_reason
 
     def add_prompt(self, *, is_end: bool) -> None:
@@ -166,6 +173,8 @@ class Delivery:
             if self.is_over:
                 return None
             await self._news()
+        if self._fan_out.interval_s:
+            self._due_at = asyncio.get_running_loop().time() + self._fan_out.interval_s
         deltas, self._unread = list(self._unread.values()), {}
         for delta in deltas:
             sample = self.samples[delta.sample_index]
@@ -176,6 +185,11 @@ class Delivery:
     @property
     def _has_update(self) -> bool:
         return self._usage is not None or (self._is_streamed and bool(self._unread))
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether what there is to read is not to wait for more."""
+        return self._due_at == 0.0 or self.is_over or asyncio.get_running_loop().time() >= self._due_at
 
     def _tell(self) -> None:
         """There is something to read: the reader, if it waits for it, gets in line."""
@@ -189,8 +203,13 @@ class Delivery:
         await self._turn
 
     async def _next_turn(self) -> None:
+        """Waits for the reader's turn where there is something to read already."""
         turn = asyncio.get_running_loop().create_future()
-        self._fan_out.join(turn)
+        if self._is_due:
+            self._fan_out.join(turn)
+        else:
+            self._turn = turn
+            self._fan_out.join_late(turn)
         await turn
 
     def held_text(self, index: int) -> str:

@@ -64,3 +64,21 @@ async def test_the_line_forms_again() -> None:
     fan_out = FanOut()
     for _ in range(2):
         await asyncio.gather(*line_up(fan_out, 3))
+
+
+async def test_who_waits_for_more_gets_in_line_after_twice_the_interval() -> None:
+    loop = asyncio.get_running_loop()
+    fan_out = FanOut(interval_s=0.01)
+    begun = loop.time()
+    turns = [loop.create_future() for _ in range(3)]
+    for turn in turns:
+        fan_out.join_late(turn)
+    turns[0].cancel()
+    fan_out.join(turns[1])
+    await turns[1]
+    assert not turns[2].done()
+    await turns[2]
+    assert loop.time() - begun >= 0.02
+    late = loop.create_future()
+    fan_out.join_late(late)  # the clock runs again
+    await late

@@ -212,3 +212,64 @@ async def test_a_reader_with_more_to_read_stands_in_line_again() -> None:
         give(delivery, C)
     await asyncio.gather(read(greedy, "greedy"), read(patient, "patient"))
     assert order == ["greedy", "patient", "greedy", "patient"]
+
+
+async def read_all(delivery: Delivery, texts: list[str]) -> None:
+    while (update := await delivery.next_update()) is not None:
+        texts.append("".join(delta.text for delta in update.deltas))
+
+
+async def test_tokens_join_within_an_interval_but_the_first_and_the_end_never_wait() -> None:
+    delivery = make_delivery(fan_out=FanOut(interval_s=60))
+    texts: list[str] = []
+    reading = asyncio.create_task(read_all(delivery, texts))
+    for token_id in (C, D, E, C):
+        give(delivery, token_id)
+        await asyncio.sleep(0.001)
+    assert texts == ["C"]
+    give(delivery, D, reason=FinishReason.LENGTH)
+    delivery.end()
+    await reading
+    assert texts == ["C", "DECD"]
+
+
+async def test_an_error_does_not_wait() -> None:
+    delivery = make_delivery(fan_out=FanOut(interval_s=60))
+    texts: list[str] = []
+    reading = asyncio.create_task(read_all(delivery, texts))
+    for token_id in (C, D):
+        give(delivery, token_id)
+        await asyncio.sleep(0.001)
+    delivery.fail(GenerationError("it failed"))
+    with pytest.raises(GenerationError, match="it failed"):
+        await reading
+    assert texts == ["C", "D"]
+
+
+async def test_a_token_behind_which_none_comes_waits_for_twice_the_interval_at_most() -> None:
+    delivery = make_delivery(fan_out=FanOut(interval_s=0.01))
+    texts: list[str] = []
+    for token_id in (C, D):
+        reading = asyncio.create_task(delivery.next_update())
+        await asyncio.sleep(0)
+        give(delivery, token_id)
+        update = await asyncio.wait_for(reading, 10)
+        assert update is not None
+        texts.append(update.deltas[0].text)
+    assert texts == ["C", "D"]
+
+
+async def test_what_came_while_the_reader_was_away_waits_too() -> None:
+    """A reader that comes back within the interval is not served before it is over."""
+    delivery = make_delivery(fan_out=FanOut(interval_s=0.05))
+    give(delivery, C)
+    first = await delivery.next_update()
+    give(delivery, D)
+    reading = asyncio.create_task(delivery.next_update())
+    await asyncio.sleep(0.001)
+    give(delivery, E)
+    assert not reading.done()
+    update = await reading
+    assert first is not None
+    assert update is not None
+    assert [delta.text for delta in (*first.deltas, *update.deltas)] == ["C", "DE"]

@@ -130,6 +130,13 @@ class RouterConfig(Settings):
     max_waiting_prompt_tokens: int = setting(
         2_000_000, "prompt tokens that may wait before new requests get 429; 0 is no limit", low=0
     )
+    stream_interval_ms: int = setting(
+        0,
+        "least time between two messages of one stream, its first and last apart: tokens that come meanwhile join, and "
+        "none waits for more than twice as long; spares both ends work where steps are short",
+        low=0,
+        high=10_000,
+    )
     max_request_bytes: int = setting(32 << 20, "largest request body or message, in bytes", low=1024)
     tokenizer_threads: int = setting(2, "threads that tokenize and render templates", low=1, high=64)
     step_timeout_s: float = setting(
