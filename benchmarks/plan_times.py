@@ -15,6 +15,7 @@ import sys
 import time
 from collections import deque
 
+from octavo.garbage import spare_long_lived
 from octavo_router.limits import Limits
 from octavo_router.plan import StepPlan, StepResult
 from octavo_router.request import Output, Request, Sampling, Stopping
@@ -54,6 +55,7 @@ def plan_times_us(num_waiting: int, *, batch: int, num_plans: int) -> list[float
         max_num_batched_tokens=512,
         max_plans_in_flight=2,
     )
+    spare_long_lived()
     rng = random.Random(0)
     scheduler = Scheduler(limits, eos_token_ids=frozenset())
     scheduler.begin_session(1, limits)

@@ -16,6 +16,7 @@ from typing import Any
 
 from octavo.config import RouterConfig
 from octavo.errors import ConfigError, ModelLoadError
+from octavo.garbage import spare_long_lived
 from octavo_router import __version__
 from octavo_router.program import Program
 
@@ -45,6 +46,7 @@ async def run(config: RouterConfig) -> None:
     program = Program(config)
     try:
         if await _unless(signals.first, program.start()):
+            spare_long_lived()
             await signals.first.wait()
             logger.info("stopping; running requests get %g s, another signal ends them", config.grace_period_s)
             await _unless(signals.second, program.drain())

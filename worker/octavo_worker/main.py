@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from octavo.config import DEFAULT_MODEL, WorkerConfig
 from octavo.errors import ConfigError, ModelLoadError
+from octavo.garbage import spare_long_lived
 from octavo_worker import __version__
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ async def _run_server(
     servicer = WorkerServicer(worker.executor, thread, lease, worker.description, worker.tokenizer)
     health = await add_services(server, servicer)
     await server.start()
+    spare_long_lived()
     _log.info("%s ready on %s: %s", config.worker_name, address, worker.summary())
     ends = [asyncio.create_task(event.wait()) for event in (stop, servicer.device_failed)]
     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
