@@ -29,6 +29,8 @@ PROTOCOL_VERSION = 1
 UNARY_TIMEOUT_S = 10.0
 FIRST_DELAY_S = 0.05
 LONGEST_DELAY_S = 2.0
+# Asking whether there is a worker costs next to nothing, and what this adds to a start or a failover users wait for.
+LONGEST_WAIT_S = 0.2
 REMINDER_S = 10.0
 
 CHANNEL_OPTIONS = [
@@ -42,7 +44,7 @@ CHANNEL_OPTIONS = [
     # A worker that is back is found at once: no long back-off, and none shared with another channel to its address.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
@@ -252,7 +254,7 @@ async def wait_for_worker(worker: WorkerClient) -> pb.DescribeResponse:
     loop = asyncio.get_running_loop()
     began = last_logged = loop.time()
     reason = ""
-    for delay_s in backoff():
+    for delay_s in backoff(LONGEST_WAIT_S):
         try:
             return await worker.describe()
         except WorkerUnavailableError as error:
@@ -266,12 +268,12 @@ async def wait_for_worker(worker: WorkerClient) -> pb.DescribeResponse:
     raise AssertionError("backoff has no end")
 
 
-def backoff() -> Iterator[float]:
+def backoff(longest_s: float = LONGEST_DELAY_S) -> Iterator[float]:
     """Delays between tries, in seconds: doubling, with an upper bound, without end."""
     delay_s = FIRST_DELAY_S
     while True:
         yield delay_s
-        delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+        delay_s = min(2 * delay_s, longest_s)
 
 
 def _explain(error: grpc.aio.AioRpcError) -> str:
