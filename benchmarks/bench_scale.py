@@ -172,7 +172,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=2, help="compute threads")
     parser.add_argument("--tokens", type=int, default=48, help="tokens to generate for each sequence")
-    parser.add_argument("--plans", type=int, default=3000, help="plans to time")
+    parser.add_argument("--plans", type=int, default=8000, help="plans to time")
     parser.add_argument("--rounds", type=int, default=1, help="measured rounds; of plans, two more")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder for the JSON file and the plots")
     args = parser.parse_args()

@@ -294,6 +294,7 @@ class Engine:
         if not self._deliveries:
             self._idle.set()
         self._metrics.request_finished(reason, self._clock() - group.arrived_at)
+        group.sequences.clear()  # they and it hold each other: garbage that only a full collection would find
 
     # Sessions
 

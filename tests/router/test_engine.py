@@ -31,6 +31,7 @@ from octavo_router.engine import Engine
 from octavo_router.metrics import Metrics
 from octavo_router.plan import StepPlan
 from octavo_router.request import Beams, FinishReason, Request, RequestUpdate, ResumedSample, Usage
+from octavo_router.sequence import SequenceGroup
 from octavo_router.stream import RequestStream
 from octavo_router.text_stream import TextStream
 from octavo_router.worker_client import Progress, SessionLostError
@@ -265,6 +266,25 @@ async def test_a_client_that_leaves_is_released_with_the_next_plan() -> None:
         answer = await read(leaving)
         assert isinstance(answer.error, RequestCancelledError)
         assert router.value("octavo_requests_finished_total", reason="abort") == 1
+
+
+async def test_a_request_that_has_ended_is_freed_without_a_collection() -> None:
+    def num_groups() -> int:
+        return sum(isinstance(item, SequenceGroup) for item in gc.get_objects())
+
+    async with serving() as router:
+        gc.collect()
+        before = num_groups()
+        gc.disable()
+        try:
+            stream = router.submit(make_request(max_tokens=3, n=2))
+            assert num_groups() == before + 1
+            assert [update async for update in stream]
+            await router.until_idle()
+            del stream
+            await until(lambda: num_groups() == before)
+        finally:
+            gc.enable()
 
 
 async def test_a_client_that_leaves_while_it_waits() -> None:
