@@ -12,11 +12,13 @@ import torch
 
 from octavo_kernels.backend import AttentionBatch, Backend, KVLayout, LayerKV, Linear
 from octavo_kernels.errors import BackendUnavailableError, InvalidArgumentError, KernelError
+from octavo_kernels.int4 import Int4Weight
 
 __all__ = [
     "AttentionBatch",
     "Backend",
     "BackendUnavailableError",
+    "Int4Weight",
     "InvalidArgumentError",
     "KVLayout",
     "KernelError",
