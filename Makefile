@@ -24,7 +24,7 @@ SERVED_BY := OCTAVO_PYTHON=$(abspath $(BIN)/python)
 ECOSYSTEM := -m pytest --confcutdir tests/ecosystem -o asyncio_default_test_loop_scope=session tests/ecosystem
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev serve test test-full test-ecosystem test-ecosystem-heavy simulate check format proto proto-clients bench bench-paging bench-prefix bench-structured bench-router bench-scale up clean
+.PHONY: help setup setup-dev serve test test-full test-ecosystem test-ecosystem-heavy simulate check format proto proto-clients bench bench-peers bench-paging bench-prefix bench-structured bench-router bench-scale up clean
 
 help: ## Shows the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -79,8 +79,10 @@ proto-clients: $(VENV)/.dev ## Generates the Go and TypeScript stubs, where thei
 	$(BIN)/python scripts/generate_client_stubs.py
 
 bench: $(VENV)/.runtime ## Compares speed side by side with transformers, in one run.
-	$(PYTHON) scripts/setup.py --venv .venv-bench --peer transformers
-	$(BIN)/python benchmarks/bench_serving.py --peer-python .venv-bench/bin/python $(ARGS)
+	$(BIN)/python benchmarks/bench_peers.py --modes octavo-bf16 --peers transformers $(ARGS)
+
+bench-peers: $(VENV)/.runtime ## Compares speed with llama.cpp, OpenVINO GenAI and vLLM, in one run. The first time it installs them.
+	$(BIN)/python benchmarks/bench_peers.py $(ARGS)
 
 bench-paging: $(VENV)/.runtime ## Compares paged KV memory with slots of the maximum length and static batches, in one run.
 	$(BIN)/python benchmarks/bench_paging.py $(ARGS)
@@ -101,6 +103,6 @@ up: ## Builds the images and starts router and worker in containers.
 	@if docker compose version >/dev/null 2>&1; then docker compose up --build $(ARGS); else docker-compose up --build $(ARGS); fi
 
 clean: ## Removes .venv and everything built.
-	rm -rf $(VENV) .venv-bench .venv-ecosystem .venv-ecosystem-heavy build */build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) .venv-bench* .venv-ecosystem .venv-ecosystem-heavy build */build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 	rm -rf clients/typescript/node_modules clients/typescript/dist
 	find . -name __pycache__ -o -name '*.egg-info' -o -name '*.so' -not -path './.git/*' | xargs rm -rf

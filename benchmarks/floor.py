@@ -42,17 +42,28 @@ def measure_rates(dtype: str, num_threads: int, *, is_int8: bool = False) -> Rat
     """
     dtype, factor = ("bfloat16", 2) if is_int8 else (dtype, 1)
     torch.set_num_threads(num_threads)
-    array = torch.zeros(_ARRAY_BYTES // 8, dtype=torch.int64)
     matrix = torch.ones(_MATRIX_SIZE, _MATRIX_SIZE, dtype=getattr(torch, dtype))
     return Rates(
-        bytes_per_s=_ARRAY_BYTES / _best_s(array.sum),
-        flops_per_s=factor * 2 * _MATRIX_SIZE**3 / _best_s(lambda: matrix @ matrix),
+        bytes_per_s=MemoryProbe(num_threads).bytes_per_s(),
+        flops_per_s=factor * 2 * _MATRIX_SIZE**3 / _best_s(lambda: matrix @ matrix, _TRIES),
     )
 
 
-def _best_s(work: Callable[[], object]) -> float:
+class MemoryProbe:
+    """Reads an array that no cache holds, which it keeps."""
+
+    def __init__(self, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)
+        self._array = torch.zeros(_ARRAY_BYTES // 8, dtype=torch.int64)
+
+    def bytes_per_s(self, num_tries: int = _TRIES) -> float:
+        """Bytes read a second, the best of a few tries."""
+        return _ARRAY_BYTES / _best_s(self._array.sum, num_tries)
+
+
+def _best_s(work: Callable[[], object], num_tries: int) -> float:
     times = []
-    for _ in range(_TRIES):
+    for _ in range(num_tries):
         began = time.perf_counter()
         work()
         times.append(time.perf_counter() - began)

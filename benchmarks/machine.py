@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import platform
 import time
@@ -38,6 +39,13 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
+
+
+def free_gib() -> float:
+    """GiB of memory that programs can still take; infinite where the system does not tell."""
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((int(line.split()[1]) / (1 << 20) for line in lines if line.startswith("MemAvailable:")), math.inf)
 
 
 def busy_cores(seconds: float = 2.0) -> float:

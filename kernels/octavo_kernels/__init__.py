@@ -12,6 +12,7 @@ import torch
 
 from octavo_kernels.backend import AttentionBatch, Backend, DecoderLayer, DecoderShape, KVLayout, LayerKV, Linear
 from octavo_kernels.errors import BackendUnavailableError, InvalidArgumentError, KernelError
+from octavo_kernels.int4 import Int4Weight
 
 __all__ = [
     "AttentionBatch",
@@ -19,6 +20,7 @@ __all__ = [
     "BackendUnavailableError",
     "DecoderLayer",
     "DecoderShape",
+    "Int4Weight",
     "InvalidArgumentError",
     "KVLayout",
     "KernelError",

@@ -12,12 +12,19 @@ independent of batching.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from octavo_kernels.int4 import Int4Weight
+
+QUANTIZED_LIMITS: Mapping[torch.dtype, float] = MappingProxyType({torch.int8: 127.0})
+"""Dtypes that K and V can be quantized to, with the stored value that a scale's largest magnitude becomes."""
+_SCALE_BYTES = torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -28,9 +35,13 @@ class KVLayout:
     a block is one move. Within a layer K is stored transposed (`head_dim` before the position in the block), so that
     scores of consecutive positions are computed in consecutive lanes; V is stored position by position.
 
-        pool                      (num_blocks, num_layers, 2, num_kv_heads, block_size * head_dim)
+        pool                      (num_blocks, num_layers, 2, num_kv_heads, tile_size) of pool_dtype
         pool[b, l, 0, h]          K tile, (head_dim, block_size)
         pool[b, l, 1, h]          V tile, (block_size, head_dim)
+
+    dtype is that of the stored K and V: the activations', or one of QUANTIZED_LIMITS. Then the pool is one of bytes,
+    and behind each tile's block_size * head_dim values of one byte stand the fp32 scales of its block_size positions:
+    4 * block_size bytes, in the machine's order. A value is what is stored times its position's scale.
     """
 
     num_layers: int
@@ -40,14 +51,28 @@ class KVLayout:
     dtype: torch.dtype
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether tiles carry scales."""
+        return self.dtype in QUANTIZED_LIMITS
+
+    @property
+    def pool_dtype(self) -> torch.dtype:
+        """Dtype of a pool tensor."""
+        return torch.uint8 if self.is_quantized else self.dtype
+
+    @property
+    def tile_size(self) -> int:
+        """Items of `pool_dtype` of one tile: K or V of one block, layer and head, its scales included."""
+        return self.block_size * (self.head_dim + (_SCALE_BYTES if self.is_quantized else 0))
+
+    @property
     def bytes_per_block(self) -> int:
-        """Bytes of K and V of one block, over all layers."""
-        elements = 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim
-        return elements * self.dtype.itemsize
+        """Bytes of K and V of one block, over all layers, scales included."""
+        return 2 * self.num_layers * self.num_kv_heads * self.tile_size * self.pool_dtype.itemsize
 
     def pool_shape(self, num_blocks: int) -> tuple[int, int, int, int, int]:
         """Shape of a pool tensor of `num_blocks` blocks."""
-        return (num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size * self.head_dim)
+        return (num_blocks, self.num_layers, 2, self.num_kv_heads, self.tile_size)
 
     def layers(self, pool: Tensor) -> tuple[LayerKV, ...]:
         """The K and V views of every layer, no copy. To be made once for a pool: backends remember what they learn."""
@@ -55,21 +80,29 @@ class KVLayout:
 
     def layer(self, pool: Tensor, layer: int) -> LayerKV:
         """The K and V views of one layer, no copy."""
-        k = pool[:, layer, 0].unflatten(-1, (self.head_dim, self.block_size))
-        v = pool[:, layer, 1].unflatten(-1, (self.block_size, self.head_dim))
-        return LayerKV(k=k, v=v)
+        k_tiles, v_tiles = pool[:, layer, 0], pool[:, layer, 1]
+        values = self.block_size * self.head_dim
+        k = k_tiles[..., :values].view(self.dtype).unflatten(-1, (self.head_dim, self.block_size))
+        v = v_tiles[..., :values].view(self.dtype).unflatten(-1, (self.block_size, self.head_dim))
+        if not self.is_quantized:
+            return LayerKV(k=k, v=v)
+        k_scales, v_scales = (tiles[..., values:].view(torch.float32) for tiles in (k_tiles, v_tiles))
+        return LayerKV(k=k, v=v, k_scales=k_scales, v_scales=v_scales)
 
 
 @dataclass(frozen=True)
 class LayerKV:
     """Paged K and V of one layer; strided views into the pool.
 
-    k: (num_blocks, num_kv_heads, head_dim, block_size)
-    v: (num_blocks, num_kv_heads, block_size, head_dim)
+    k:                  (num_blocks, num_kv_heads, head_dim, block_size)
+    v:                  (num_blocks, num_kv_heads, block_size, head_dim)
+    k_scales, v_scales: (num_blocks, num_kv_heads, block_size) fp32 where K and V are quantized, otherwise None
     """
 
     k: Tensor
     v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -210,6 +243,28 @@ class Backend(Protocol):
         single ops in the order of `layers.ComposedLayers`, to the bit."""
         ...
 
+    def int4_linear(
+        self,
+        weight: Int4Weight,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> Linear:
+        """Prepares a linear layer of 4-bit weights that quantizes its activations to 8 bits as it is called.
+
+        bias: (out_features,) or None; dtype: of the activations; out_dtype: of the results, float32 or dtype, which
+        None stands for.
+
+        Activations have one scale a row and group of 32, and are quantized as those of `int8_linear`. A group adds two
+        products to an output, by fused multiply-adds in fp32: first the activations' scale times the weights' scale
+        times the groups' dot product, the last two of them multiplied and rounded first; then the weights' minimum
+        times the sum of the group's activations, which is their scale times the sum of their integers, rounded. Dot
+        products and sums of integers are exact. Groups are added first to last, to 0; plus bias; plus residual. Each of
+        these steps rounds in fp32.
+        """
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich, 2019).
 
@@ -226,9 +281,15 @@ class Backend(Protocol):
         ...
 
     def write_kv(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
-        """Stores each token's K and V in its slot. Mutates kv.
+        """Stores each token's K and V in its slot, quantized where kv has scales. Mutates kv.
 
-        k, v: (T, num_kv_heads, head_dim), may be strided in dim 0; slots: (T,) int32, all different.
+        k, v: (T, num_kv_heads, head_dim) of kv's dtype, or of any float dtype where kv is quantized, may be strided in
+        dim 0; slots: (T,) int32, all different.
+
+        Each token and head has one scale for K and one for V, the largest magnitude over 127 (for int8). Values are
+        multiplied by 127 over the largest magnitude, rounded to fp32, and rounded to nearest even. As in `int8_linear`,
+        what is below 2^-100 altogether becomes 0 with scale 0, and what holds a NaN or an infinity becomes 0 with scale
+        NaN. All of it in fp32, so that the stored bits are the same on every backend.
         """
         ...
 
@@ -238,9 +299,15 @@ class Backend(Protocol):
         """Causal attention of every query token over its sequence's blocks (Kwon et al., SOSP 2023, section 4.1).
 
         q: (T, num_heads, head_dim), may be strided in dim 0; num_heads is a multiple of num_kv_heads and query heads
-        are grouped by KV head (Ainslie et al., GQA). A token at position p attends to positions
-        max(0, p - sliding_window + 1)..p. A sequence's tokens have consecutive positions; it may own none.
-        Softmax and accumulation in fp32. Returns a new contiguous (T, num_heads * head_dim) of q's dtype.
+        are grouped by KV head (Ainslie et al., GQA); of kv's dtype, or of any float dtype where kv is quantized. A
+        token at position p attends to positions max(0, p - sliding_window + 1)..p. A sequence's tokens have consecutive
+        positions; it may own none. Softmax and accumulation in fp32. Returns a new contiguous (T, num_heads * head_dim)
+        of q's dtype.
+
+        Quantized K and V count as their stored values times their scales. A backend may bring the scales to the other
+        side, K's to a position's score and V's to its probability, and round what it multiplies the stored values by:
+        to q's dtype, or to 16-bit integers with one scale, largest magnitude over 32,767, for each head's query and for
+        the probabilities of each 128 positions.
         """
         ...
 

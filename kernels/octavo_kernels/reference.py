@@ -13,6 +13,7 @@ from torch import Tensor
 
 from octavo_kernels.backend import AttentionBatch, DecoderLayer, DecoderShape, LayerKV
 from octavo_kernels.errors import InvalidArgumentError
+from octavo_kernels.int4 import GROUP, Int4Weight
 from octavo_kernels.layers import ComposedLayers
 from octavo_kernels.philox import gumbel_noise
 
@@ -112,6 +113,45 @@ class ReferenceInt8Linear:
         return out.to(self._out_dtype)
 
 
+class ReferenceInt4Linear:
+    """The arithmetic of `Backend.int4_linear`, integers and products of two fp32 numbers held exactly in float64."""
+
+    def __init__(
+        self, weight: Int4Weight, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype | None = None
+    ) -> None:
+        self.out_features, self.in_features = weight.integers.shape
+        if bias is not None and bias.shape != (self.out_features,):
+            raise InvalidArgumentError(f"bias has shape {tuple(bias.shape)}; ({self.out_features},) is needed")
+        self._dtype, self._out_dtype = dtype, _results_dtype(out_dtype, dtype)
+        self._integers = weight.integers.double()
+        self._scales, self._minimums = weight.scales.float().T, weight.minimums.float().T  # (groups, out_features)
+        self._bias = None if bias is None else bias.to(torch.float32)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if x.dtype is not self._dtype or x.dim() != 2 or x.shape[1] != self.in_features:
+            raise InvalidArgumentError(
+                f"x has shape {tuple(x.shape)} and dtype {x.dtype}; "
+                f"(rows, {self.in_features}) of {self._dtype} is needed"
+            )
+        integers, scales = quantize_rows(x.to(torch.float32), GROUP)
+        sums = scales * integers.sum(dim=-1).float()  # (rows, groups)
+        out = torch.zeros((x.shape[0], self.out_features), dtype=torch.float32, device=x.device)
+        for group, columns in enumerate(self._integers.split(GROUP, dim=1)):
+            dots = (integers[:, group, : columns.shape[1]] @ columns.T).float() * self._scales[group]
+            out = (scales[:, group, None].double() * dots.double() + out.double()).float()
+            out = (sums[:, group, None].double() * self._minimums[group].double() + out.double()).float()
+        if self._bias is not None:
+            out = out + self._bias
+        if residual is not None:
+            if residual.shape != out.shape or residual.dtype is not x.dtype or x.dtype is not self._out_dtype:
+                raise InvalidArgumentError(
+                    f"residual has shape {tuple(residual.shape)} and dtype {residual.dtype}; "
+                    f"{tuple(out.shape)} of {x.dtype} is needed"
+                )
+            out = out + residual.float()
+        return out.to(self._out_dtype)
+
+
 def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """8-bit integers and scales of every group of each row, by the rules of `Backend.int8_linear`.
 
@@ -163,6 +203,16 @@ class ReferenceBackend:
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> ComposedLayers:
         return ComposedLayers(self, layers, shape)
 
+    def int4_linear(
+        self,
+        weight: Int4Weight,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> ReferenceInt4Linear:
+        return ReferenceInt4Linear(weight, bias, dtype, out_dtype)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.shape != x.shape[-1:]:
             raise InvalidArgumentError(f"weight has shape {tuple(weight.shape)}; {tuple(x.shape[-1:])} is needed")
@@ -185,6 +235,9 @@ class ReferenceBackend:
         num_blocks, block_size = kv.k.shape[0], kv.k.shape[3]
         _check_range("slot", slots, num_blocks * block_size)
         blocks, offsets = slots.long() // block_size, slots.long() % block_size
+        if kv.k_scales is not None and kv.v_scales is not None:
+            k, kv.k_scales[blocks, :, offsets] = _quantize_heads(k)
+            v, kv.v_scales[blocks, :, offsets] = _quantize_heads(v)
         kv.k[blocks, :, :, offsets] = k
         kv.v[blocks, :, offsets] = v
 
@@ -279,6 +332,15 @@ def _tiles(length: int) -> Iterator[tuple[int, int]]:
         begin = end
 
 
+def _quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 values and fp32 scales of every token's heads, by the rules of `Backend.write_kv`.
+
+    x: (T, heads, head_dim). Returns (T, heads, head_dim) int8 and (T, heads) fp32.
+    """
+    integers, scales = quantize_rows(x.flatten(0, 1).to(torch.float32), x.shape[2])
+    return integers.to(torch.int8).view(x.shape), scales.view(x.shape[:2])
+
+
 def _sequences_at_once(q: Tensor, kv: LayerKV, batch: AttentionBatch, queries: int) -> int:
     context = batch.block_tables.shape[1] * kv.k.shape[3]
     widest = max(q.shape[1] * queries * context, kv.k.shape[1] * kv.k.shape[2] * context)
@@ -310,6 +372,9 @@ def _attend(
     blocks = batch.block_tables[sequences, : -(-int(context_lens.max()) // block_size)].long()
     k = _wide(kv.k[blocks].permute(0, 2, 3, 1, 4).flatten(3))  # (s, h, d, c)
     v = _wide(kv.v[blocks].permute(0, 2, 1, 3, 4).flatten(2, 3))  # (s, h, c, d)
+    if kv.k_scales is not None and kv.v_scales is not None:
+        k = k * kv.k_scales[blocks].transpose(1, 2).flatten(2)[:, :, None]
+        v = v * kv.v_scales[blocks].transpose(1, 2).flatten(2)[..., None]
     column = torch.arange(k.shape[3], device=q.device)
     # What lies behind a context is anything at all, NaN included.
     v = v.masked_fill((column >= context_lens[:, None])[:, None, :, None], 0.0)

@@ -103,6 +103,9 @@ class Metrics:
         self._generation_tokens = self._counter("octavo_generation_tokens", "Tokens generated and delivered.")
         self._sessions_lost = self._counter("octavo_sessions_lost", "Sessions with the worker that were lost.")
         self._worker_idle = self._counter("octavo_worker_idle_seconds", "Time the executor waited for plans.")
+        self._worker_gap = self._counter(
+            "octavo_worker_gap_seconds", "Of that, between a step and the next that followed on it."
+        )
         self._first_token = self._histogram(
             "octavo_time_to_first_token_seconds", "From arrival to the first token of a request.", _FIRST_TOKEN_S
         )
@@ -186,11 +189,13 @@ class Metrics:
         if reason in (FINISH_STOP, FINISH_LENGTH):
             self._latency.observe(latency_s)
 
-    def step(self, *, num_tokens: int, duration_s: float, idle_s: float) -> None:
-        """A step was answered."""
+    def step(self, *, num_tokens: int, duration_s: float, idle_s: float, is_between: bool) -> None:
+        """A step was answered. is_between: the executor's wait before it was between two steps, and no rest."""
         self._step.observe(duration_s)
         self._step_tokens.observe(num_tokens)
         self._worker_idle.inc(idle_s)
+        if is_between:
+            self._worker_gap.inc(idle_s)
 
     def turnaround(self, seconds: float) -> None:
         """So long after a step's result the next plan was on its way."""

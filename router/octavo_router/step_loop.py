@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from octavo_router.metrics import Metrics
 from octavo_router.plan import StepResult
-from octavo_router.results import Event
+from octavo_router.results import Event, PlanInFlight
 from octavo_router.scheduler import Scheduler
 from octavo_router.worker_client import Progress, SessionLostError, WorkerSession
 
@@ -72,6 +72,7 @@ class StepLoop:
         self._renewal_s = lease_s / 3
         self._watch = StepWatch(step_timeout_s)
         self._watch_interval_s = min(step_timeout_s / 4, LONGEST_WATCH_INTERVAL_S)
+        self._after_rest: PlanInFlight | None = None  # the worker had nothing to do before it
 
     async def run(self) -> None:
         """Runs until the session is lost. Raises an exception group with the reason."""
@@ -98,28 +99,34 @@ class StepLoop:
         plan = self._scheduler.oldest_in_flight
         events = self._scheduler.apply(result)
         try:
-            if await self._send_plans():
+            if await self._send_plans(follows=True):
                 self._metrics.turnaround(self._clock() - now)
         finally:
             self._deliver(events)
         if plan is not None:
             self._metrics.step(
-                num_tokens=plan.num_tokens, duration_s=result.duration_us / 1e6, idle_s=result.idle_us / 1e6
+                num_tokens=plan.num_tokens,
+                duration_s=result.duration_us / 1e6,
+                idle_s=result.idle_us / 1e6,
+                is_between=plan is not self._after_rest,
             )
 
     async def _send_when_woken(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            await self._send_plans()
+            await self._send_plans(follows=False)
 
-    async def _send_plans(self) -> bool:
-        """Sends what the scheduler orders. Returns whether that was anything."""
+    async def _send_plans(self, *, follows: bool) -> bool:
+        """Sends what the scheduler orders. Returns whether that was anything. follows: at once on a result, so that a
+        worker without a plan has not rested.
+        """
         has_sent = False
         is_first = self._scheduler.oldest_in_flight is None
         while (plan := self._scheduler.plan(self._clock())) is not None:
             if is_first:
                 self._watch.sign(self._clock())
+                self._after_rest = None if follows else self._scheduler.oldest_in_flight
                 is_first = False
             await self._session.send(plan)
             has_sent = True

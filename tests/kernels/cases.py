@@ -24,7 +24,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Paged:
-    """Queries of one pass over a paged cache that is already written; unwritten slots hold NaN."""
+    """Queries of one pass over a paged cache that is already written; unwritten slots hold NaN (see `spoiled_pool`)."""
 
     q: Tensor
     kv: LayerKV
@@ -36,6 +36,12 @@ def normal(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 
 
+def spoiled_pool(layout: KVLayout, num_blocks: int) -> Tensor:
+    """A pool in which everything unwritten is NaN; where K and V are quantized, their scales are."""
+    filler = 0xFF if layout.is_quantized else float("nan")
+    return torch.full(layout.pool_shape(num_blocks), filler, dtype=layout.pool_dtype)
+
+
 def paged(
     writer: Backend,
     sequences: list[Sequence],
@@ -45,12 +51,16 @@ def paged(
     head_dim: int,
     block_size: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
     first_seed: int = 1000,
 ) -> Paged:
-    """A pass over `sequences`. Sequence i's tokens depend on first_seed + i alone; its blocks lie scattered."""
+    """A pass over `sequences`. Sequence i's tokens depend on first_seed + i alone; its blocks lie scattered.
+
+    dtype: of the tokens; kv_dtype: of K and V where that is another.
+    """
     needed = [-(-s.context // block_size) for s in sequences]
-    layout = KVLayout(2, kv_heads, head_dim, block_size, dtype)
-    pool = torch.full(layout.pool_shape(sum(needed) + 2), float("nan"), dtype=dtype)
+    layout = KVLayout(2, kv_heads, head_dim, block_size, kv_dtype or dtype)
+    pool = spoiled_pool(layout, sum(needed) + 2)
     kv = layout.layer(pool, 1)
     free = torch.randperm(len(pool), generator=torch.Generator().manual_seed(7)).tolist()
     tables = torch.zeros(len(sequences), max(needed), dtype=torch.int32)

@@ -45,12 +45,13 @@ def make_layers(backend, dtype, *, group="none", has_norms=False, bias=False, wi
     ]
 
 
-def make_pass(dtype, counts, past=5):
-    """Sequences of counts[i] tokens behind `past` that are in the cache, as random numbers."""
+def make_pass(dtype, counts, past=5, kv_dtype=None):
+    """Sequences of counts[i] tokens behind `past` that are in the cache, as random numbers; zeros if quantized."""
     contexts = [past + count for count in counts]
     per = -(-max(contexts) // BLOCK)
-    layout = KVLayout(3, KV_HEADS, HEAD_DIM, BLOCK, dtype)
-    pool = normal(*layout.pool_shape(per * len(counts)), dtype=dtype, seed=3)
+    layout = KVLayout(3, KV_HEADS, HEAD_DIM, BLOCK, kv_dtype or dtype)
+    shape = layout.pool_shape(per * len(counts))
+    pool = torch.zeros(shape, dtype=torch.uint8) if kv_dtype else normal(*shape, dtype=dtype, seed=3)
     tables = torch.arange(per * len(counts), dtype=torch.int32).view(len(counts), per).flip(1)
     positions = torch.cat([torch.arange(past, context) for context in contexts])
     owners = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
@@ -98,6 +99,17 @@ def test_equals_the_single_ops(native, isa, dtype, options, counts):
     assert torch.equal(out, expected)
     assert torch.equal(pool, expected_pool)
     assert not torch.equal(pool, case[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_quantized_k_and_v(native, isa, dtype):
+    layers = make_layers(native(isa), dtype, has_norms=True)
+    case = make_pass(dtype, (5, 1), kv_dtype=torch.int8)
+    out, pool = run(native(isa).decoder_layers(layers, SHAPE), case)
+    expected, expected_pool = run(ComposedLayers(native(isa), layers, SHAPE), case)
+    assert torch.equal(out, expected)
+    assert torch.equal(pool, expected_pool)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

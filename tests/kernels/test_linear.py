@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from octavo_kernels import InvalidArgumentError
+from octavo_kernels.int4 import quantize_int4
 from tests.kernels.cases import DTYPES, ISAS, TOLERANCES, normal
 
 SHAPES = [(48, 64, 1), (100, 33, 7), (1, 1, 3), (577, 576, 20), (50, 577, 13), (192, 100, 150)]
@@ -30,16 +31,18 @@ def test_matches_reference(native, reference, isa, dtype, out_features, in_featu
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_results_in_fp32(native, reference, isa, dtype, is_int8):
+def test_results_in_fp32(native, reference, isa, dtype, kind):
     """What would be rounded to 16 bits, before it is."""
     weight, bias = normal(100, 64, dtype=dtype, seed=1), normal(100, dtype=dtype, seed=2)
     x = normal(11, 64, dtype=dtype, seed=3)
 
     def layer(backend, out_dtype):
-        if is_int8:
+        if kind == "int8":
             return backend.int8_linear(weight, bias, dtype=dtype, out_dtype=out_dtype)
+        if kind == "int4":
+            return backend.int4_linear(quantize_int4(weight.float()), bias, dtype=dtype, out_dtype=out_dtype)
         return backend.linear(weight, bias, out_dtype=out_dtype)
 
     out = layer(native(isa), torch.float32)(x)

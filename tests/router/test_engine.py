@@ -639,6 +639,16 @@ async def test_an_idle_session_is_renewed_and_no_plans_are_sent() -> None:
         assert router.client.plans == []
 
 
+async def test_waits_between_steps_are_told_from_rests() -> None:
+    async with serving() as router:
+        for name in "abc":
+            await read_ok(router.submit(make_request(name, max_tokens=5)))
+            await until(lambda: router.engine._scheduler.oldest_in_flight is None)
+        num_steps = router.value("octavo_step_duration_seconds_count")
+        assert router.value("octavo_worker_idle_seconds_total") == pytest.approx(num_steps * 10e-6)
+        assert router.value("octavo_worker_gap_seconds_total") == pytest.approx((num_steps - 3) * 10e-6)
+
+
 # The whole
 
 

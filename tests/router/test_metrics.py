@@ -77,7 +77,8 @@ def test_histograms() -> None:
     metrics.sample_finished(0.0, 1)
     metrics.request_finished("length", 2.0)
     metrics.request_finished("abort", 2.0)
-    metrics.step(num_tokens=9, duration_s=0.25, idle_s=0.5)
+    metrics.step(num_tokens=9, duration_s=0.25, idle_s=0.5, is_between=False)
+    metrics.step(num_tokens=1, duration_s=0.25, idle_s=0.125, is_between=True)
     value = metrics.registry.get_sample_value
     assert value("octavo_time_to_first_token_seconds_bucket", {"le": "0.5"}) == 1
     assert value("octavo_time_to_first_token_seconds_bucket", {"le": "0.2"}) == 0
@@ -85,8 +86,9 @@ def test_histograms() -> None:
     assert value("octavo_time_per_output_token_seconds_count") == 1
     assert value("octavo_request_latency_seconds_count") == 1
     assert value("octavo_requests_finished_total", {"reason": "abort"}) == 1
-    assert value("octavo_step_duration_seconds_sum") == 0.25
-    assert value("octavo_worker_idle_seconds_total") == 0.5
+    assert value("octavo_step_duration_seconds_sum") == 0.5
+    assert value("octavo_worker_idle_seconds_total") == 0.625
+    assert value("octavo_worker_gap_seconds_total") == 0.125
     metrics.turnaround(0.0004)
     assert value("octavo_plan_turnaround_seconds_bucket", {"le": "0.0005"}) == 1
     assert value("octavo_plan_turnaround_seconds_bucket", {"le": "0.0003"}) == 0

@@ -59,11 +59,13 @@ def make_executor(
     num_blocks: int = 64,
     num_host_blocks: int = 8,
     block_size: int = BLOCK_SIZE,
+    kv_dtype: torch.dtype | None = None,
     grammars: GrammarEngine | None = None,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Executor:
     config = decoder.config
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, decoder.dtype)
+    kv_dtype = kv_dtype or decoder.dtype
+    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, kv_dtype)
     pool = KVPool(layout, PoolSize(num_blocks, num_host_blocks), backend)
     return Executor(decoder, pool, backend, max_batched_tokens=512, grammars=grammars, on_progress=on_progress)
 

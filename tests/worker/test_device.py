@@ -6,7 +6,7 @@ import torch
 from octavo.config import WorkerConfig
 from octavo.errors import ConfigError
 from octavo_kernels.reference import ReferenceBackend
-from octavo_worker.device import free_memory, resolve_device, resolve_dtype, resolve_quantization
+from octavo_worker.device import free_memory, resolve_device, resolve_dtype, resolve_kv_dtype, resolve_quantization
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,6 +27,11 @@ def test_dtypes() -> None:
         resolve_dtype(WorkerConfig(), "float64")
 
 
+def test_kv_dtype() -> None:
+    assert resolve_kv_dtype(WorkerConfig(), "bfloat16") == ("bfloat16", torch.bfloat16)
+    assert resolve_kv_dtype(WorkerConfig(kv_cache_dtype="int8"), "float16") == ("int8", torch.int8)
+
+
 class FastBackend(ReferenceBackend):
     has_fast_int8 = True
 
@@ -41,6 +46,8 @@ class FastBackend(ReferenceBackend):
         ("auto", "bfloat16", ReferenceBackend(), True, "none"),
         ("none", "bfloat16", FastBackend(), True, "none"),
         ("int8", "float32", ReferenceBackend(), False, "int8"),
+        ("int4", "float32", ReferenceBackend(), False, "int4"),
+        ("int4", "bfloat16", FastBackend(), True, "int4"),
     ],
 )
 def test_quantization(setting: str, dtype: str, backend: ReferenceBackend, is_quantized: bool, expected: str) -> None:

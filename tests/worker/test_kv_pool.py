@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from octavo.config import GIB, WorkerConfig
 from octavo.errors import ConfigError
 from octavo_kernels import Backend, KVLayout
-from octavo_worker.kv_pool import KVPool, PoolSize, size_pool
+from octavo_worker.kv_pool import KVPool, PoolSize, layout_name, size_pool
 
 LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype=torch.bfloat16)
 CPU, CUDA = torch.device("cpu"), torch.device("meta")  # a device that is not the CPU; none is used
@@ -27,6 +28,24 @@ def sized(device: torch.device = CPU, *, free: int = 10 * GIB, weights: int = GI
 
 def test_bytes_of_a_block() -> None:
     assert LAYOUT.bytes_per_block == 2 * 30 * 3 * 64 * 16 * 2 == 368_640
+
+
+def test_quantized_blocks_are_smaller() -> None:
+    layout = dataclasses.replace(LAYOUT, dtype=torch.int8)
+    size = size_pool(
+        WorkerConfig(swap_space=1.0),
+        layout,
+        CPU,
+        free_at_start=10 * GIB,
+        free_now=9 * GIB,
+        free_host=9 * GIB,
+    )
+    assert layout.bytes_per_block == 2 * 30 * 3 * (64 + 4) * 16 == 195_840
+    assert size == PoolSize(4 * GIB // 195_840, GIB // 195_840)
+    assert (layout_name(LAYOUT), layout_name(layout)) == (
+        "block-major,k=d*t,v=t*d",
+        "block-major,k=d*t,v=t*d,scales=t",
+    )
 
 
 def test_cap_holds_on_the_cpu_only() -> None:
@@ -113,3 +132,21 @@ def test_blocks_move_between_tiers(backend: Backend) -> None:
     assert pool.swap_in(torch.tensor([0]), torch.tensor([3])) == layout.bytes_per_block
     pool.copy(torch.tensor([3]), torch.tensor([0]))
     assert [float(block.mean()) for block in pool.device] == [4, 0, 0, 4, 0]
+
+
+def test_quantized_blocks_move_with_their_scales(backend: Backend) -> None:
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=8, dtype=torch.int8)
+    pool = KVPool(layout, PoolSize(5, 3), backend)
+    assert pool.device.shape == (5, 2, 2, 1, 64)
+    assert pool.device.dtype is pool.host.dtype is torch.uint8
+    ones = torch.ones(1, 1, 4)
+    for layer in pool.layers:
+        backend.write_kv(ones * 2, ones * 5, layer, torch.tensor([35], dtype=torch.int32))
+    kept = pool.device[4].clone()
+    pool.swap_out(torch.tensor([4]), torch.tensor([2]))
+    pool.device.zero_()
+    pool.swap_in(torch.tensor([2]), torch.tensor([1]))
+    pool.copy(torch.tensor([1]), torch.tensor([3]))
+    assert torch.equal(pool.device[1], kept)
+    assert torch.equal(pool.device[3], kept)
+    assert float(pool.layers[1].v_scales[3, 0, 3] * pool.layers[1].v[3, 0, 3, 0]) == 5.0  # type: ignore[index]

@@ -142,6 +142,7 @@ def test_kv_size(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "num_kv_heads": 2,
         "head_dim": 8,
         "bytes_per_element": 2,
+        "scale_bytes_per_head": 0,
         "block_size": 8,
         "bytes_per_token": 128,
         "bytes_per_block": 1024,
@@ -150,6 +151,13 @@ def test_kv_size(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "tokens": 9,
         "bytes": 2048,
     }
+
+
+def test_kv_size_of_8_bits(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kv-size", f"--model={model}", "--kv-cache-dtype=int8", "--block-size=8"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["dtype"], answer["bytes_per_element"], answer["scale_bytes_per_head"]) == ("int8", 1, 4)
+    assert (answer["bytes_per_token"], answer["bytes_per_block"]) == (2 * 2 * 2 * (8 + 4), 768)
 
 
 def test_kv_size_of_a_dtype_that_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
-"""A sequence's tokens and log-probabilities have the same bits however its blocks came about, in fp32 and in int8.
+"""A sequence's tokens and log-probabilities have the same bits however its blocks came about, in fp32, int8 and int4,
+and with K and V of 8 bits.
 
 Alone in fresh blocks, or beside others: behind a cached prefix, as a sibling that shares a prompt, as a fork, swapped
 out and in, recomputed. Every pool starts full of NaN, as blocks of sequences that failed leave them.
@@ -93,14 +94,18 @@ class Harness:
 
     def spoil(self) -> None:
         """Leaves NaN in all blocks that were not handed out."""
-        self.executor.pool.device[self.next_block :] = float("nan")
+        pool = self.executor.pool
+        pool.device[self.next_block :] = 0xFF if pool.layout.is_quantized else float("nan")  # scales of NaN
 
 
 def token_ids(sampled: list[Sampled]) -> list[int]:
     return [item.token_id for item in sampled]
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral-window", "default", "default-int8"])
+@pytest.fixture(
+    scope="module",
+    params=["llama", "llama-int4", "mistral-window", "mistral-window-kv8", "default", "default-int8-kv8"],
+)
 def executor(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, letters: GrammarEngine
 ) -> Executor:
@@ -110,17 +115,29 @@ def executor(
     except BackendUnavailableError as error:
         pytest.skip(str(error))
     assert backend.row_invariant
-    is_default = request.param.startswith("default")
+    name = request.param.removesuffix("-kv8")
+    kv_dtype = torch.int8 if request.param.endswith("-kv8") else None
+    is_default = name.startswith("default")
     if is_default:
         path: Path = find_model(next(iter(INSTALLED_MODELS))).path
     else:
-        path = write_checkpoint(tmp_path_factory.mktemp("tiny"), MODEL_CASES[request.param])
+        path = write_checkpoint(tmp_path_factory.mktemp("tiny"), MODEL_CASES[name.removesuffix("-int4")])
     checkpoint = open_checkpoint(find_model(str(path)))
     grammars = GrammarEngine(checkpoint.tokenizer) if is_default else letters
-    is_int8 = request.param == "default-int8"
+    is_int8 = name == "default-int8"
     dtype, quantization = (torch.bfloat16, "int8") if is_int8 else (torch.float32, "none")
+    if name.endswith("-int4"):
+        quantization = "int4"
     decoder = load_decoder(checkpoint, backend, dtype, quantization)
-    return make_executor(decoder, backend, num_blocks=96, num_host_blocks=12, block_size=BLOCK, grammars=grammars)
+    return make_executor(
+        decoder,
+        backend,
+        num_blocks=96,
+        num_host_blocks=12,
+        block_size=BLOCK,
+        kv_dtype=kv_dtype,
+        grammars=grammars,
+    )
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels import Backend, BackendUnavailableError, KVLayout, load_backend
 from octavo_kernels.cpu.topology import usable_cores
 from octavo_worker import __version__
-from octavo_worker.device import free_memory, resolve_device, resolve_dtype, resolve_quantization
+from octavo_worker.device import free_memory, resolve_device, resolve_dtype, resolve_kv_dtype, resolve_quantization
 from octavo_worker.executor import Executor
 from octavo_worker.executor_thread import ExecutorThread
 from octavo_worker.grammar import GrammarEngine, GrammarUnavailableError
-from octavo_worker.kv_pool import LAYOUT_NAME, KVPool, size_pool
+from octavo_worker.kv_pool import KVPool, layout_name, size_pool
 from octavo_worker.loaders.checkpoint import open_checkpoint
 from octavo_worker.loaders.source import ModelSource
 from octavo_worker.measurement import measure_prefill, measure_swap
@@ -48,9 +48,10 @@ class Worker:
         about, memory = self.description.model, self.description.kv_memory
         size = memory.device_block_count * memory.bytes_per_block / GIB
         host = f" and {memory.host_block_count} on the host" if memory.host_block_count else ""
+        kv_dtype = f" in {memory.dtype}" if memory.dtype != about.dtype else ""
         return (
             f"model {about.name}, {about.dtype}, kernels {self.description.backend}, "
-            f"KV pool {memory.device_block_count} blocks x {memory.block_size} tokens = {size:.2f} GiB{host}"
+            f"KV pool {memory.device_block_count} blocks x {memory.block_size} tokens{kv_dtype} = {size:.2f} GiB{host}"
         )
 
 
@@ -99,7 +100,8 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
         torch.set_num_threads(config.num_threads or usable_cores())  # the native kernels bring their own threads
     model = checkpoint.config
     keep_freed_memory()  # not before the weights are loaded, which takes and frees more than is worth keeping
-    layout = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, dtype)
+    kv_dtype_name, kv_dtype = resolve_kv_dtype(config, dtype_name)
+    layout = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, kv_dtype)
     size = size_pool(
         config,
         layout,
@@ -130,8 +132,8 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
             device_block_count=size.num_device_blocks,
             host_block_count=size.num_host_blocks,
             bytes_per_block=layout.bytes_per_block,
-            dtype=dtype_name,
-            layout=LAYOUT_NAME,
+            dtype=kv_dtype_name,
+            layout=layout_name(layout),
         ),
         max_plans_in_flight=config.max_plans_in_flight,
         max_batched_token_count=config.max_num_batched_tokens,

@@ -1,4 +1,4 @@
-"""Resolves the settings that depend on the machine: device, dtype, quantization, and how much memory is free there."""
+"""Resolves the settings that depend on the machine: device, dtypes, quantization, and how much memory is free there."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from octavo.errors import ConfigError
 from octavo_kernels import Backend
 from octavo_worker.loaders.config import DTYPE_BYTES
 from octavo_worker.memory import free_host_memory
-from octavo_worker.models.layers import Quantization
+from octavo_worker.models.layers import QUANTIZATIONS, Quantization
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_QUANTIZED_DTYPES = {"int8": torch.int8}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -31,16 +32,22 @@ def resolve_dtype(config: WorkerConfig, checkpoint_dtype: str) -> tuple[str, tor
     return name, _DTYPES[name]
 
 
+def resolve_kv_dtype(config: WorkerConfig, dtype_name: str) -> tuple[str, torch.dtype]:
+    """Name and dtype of `--kv-cache-dtype`; "auto" takes that of activations."""
+    if config.kv_cache_dtype == "auto":
+        return dtype_name, _DTYPES[dtype_name]
+    return config.kv_cache_dtype, _QUANTIZED_DTYPES[config.kv_cache_dtype]
+
+
 def resolve_quantization(
     config: WorkerConfig, dtype_name: str, backend: Backend, *, is_quantized: bool
 ) -> Quantization:
     """`--quantization`. "auto" lets a quantized file compute in its own class of precision, where that is faster: on
     kernels that are made for it. float32 and float16 compute what they say.
     """
-    if config.quantization == "int8":
-        return "int8"
-    if config.quantization == "none":
-        return "none"
+    for named in QUANTIZATIONS:
+        if config.quantization == named:
+            return named
     return "int8" if is_quantized and backend.has_fast_int8 and dtype_name == "bfloat16" else "none"
 
 

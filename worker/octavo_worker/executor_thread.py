@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -20,13 +19,12 @@ class ExecutorThread:
     """A worker thread with a queue.
 
     tick grows whenever a job gets on or the thread has nothing to do; it stands still only when a job hangs. busy:
-    whether a job is running. waited_s: how long the thread waited for the job that is running.
+    whether a job is running.
     """
 
     def __init__(self, name: str = "executor") -> None:
         self.tick = 0
         self.busy = False
-        self.waited_s = 0.0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # A daemon: a load or a step that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -60,7 +58,6 @@ class ExecutorThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        idle_since = time.monotonic()
         while True:
             try:
                 job = self._jobs.get(timeout=_IDLE_TICK_S)
@@ -69,9 +66,7 @@ class ExecutorThread:
                 continue
             if job is None:
                 return
-            self.waited_s = time.monotonic() - idle_since
             self.busy = True
             job()
             self.busy = False
             self.tick += 1
-            idle_since = time.monotonic()

@@ -22,7 +22,11 @@ from octavo_worker.block_ops import BlockMover
 
 _log = logging.getLogger(__name__)
 MIN_BLOCKS = 4
-LAYOUT_NAME = "block-major,k=d*t,v=t*d"
+
+
+def layout_name(layout: KVLayout) -> str:
+    """Name of what a block's bytes mean, beside their dtype."""
+    return "block-major,k=d*t,v=t*d" + (",scales=t" if layout.is_quantized else "")
 
 
 @dataclass(frozen=True)
@@ -36,9 +40,10 @@ class PoolSize:
 class KVPool:
     """The tensors of both tiers and the moves between them.
 
-    device: (num_device_blocks, layers, 2, KV heads, block_size * head_dim); host: the same with num_host_blocks, on
-    the CPU, and pinned where the device is not. layers: K and V of each layer, views into `device`. Moves between tiers
-    run beside the computing where the device has a way to (`block_ops`): `before_use` is called ahead of it.
+    device: (num_device_blocks, layers, 2, KV heads, tile_size) of the layout's pool_dtype; host: the same with
+    num_host_blocks, on the CPU, and pinned where the device is not. layers: K and V of each layer, views into `device`.
+    Moves between tiers run beside the computing where the device has a way to (`block_ops`): `before_use` is called
+    ahead of it.
     """
 
     def __init__(self, layout: KVLayout, size: PoolSize, backend: Backend) -> None:
@@ -132,11 +137,11 @@ def _zeros(layout: KVLayout, num_blocks: int, device: torch.device) -> Tensor:
     """
     shape = layout.pool_shape(num_blocks)
     if device.type != "cpu" or not num_blocks:
-        return torch.zeros(shape, dtype=layout.dtype, device=device)
+        return torch.zeros(shape, dtype=layout.pool_dtype, device=device)
     memory = mmap.mmap(-1, num_blocks * layout.bytes_per_block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=layout.dtype).view(shape)
+    return torch.frombuffer(memory, dtype=layout.pool_dtype).view(shape)
 
 
 def _pin(pool: Tensor) -> None:

@@ -56,6 +56,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         self._description, self._tokenizer = description, tokenizer
         self._outboxes: set[_Outbox] = set()
         self._stopping = False
+        self._step_ended_at = time.monotonic()
         self.device_failed = asyncio.Event()
 
     async def Describe(self, request: pb.DescribeRequest, context: object) -> pb.DescribeResponse:
@@ -175,12 +176,14 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         """Runs in the executor's thread."""
         if session.closed:
             raise _End(grpc.StatusCode.CANCELLED, "the session has ended")
-        idle_us = min(int(self._thread.waited_s * 1e6), 0xFFFFFFFF)
+        idle_us = min(int((time.monotonic() - self._step_ended_at) * 1e6), 0xFFFFFFFF)
         try:
             result = self._executor.execute(plan)
         except Exception:
             session.closed = True  # before the next plan, which may wait in the queue, is looked at
             raise
+        finally:
+            self._step_ended_at = time.monotonic()
         result.idle_us = idle_us
         return result
 

@@ -52,14 +52,22 @@ class WorkerConfig(Settings):
     worker_name: str = setting("worker-0", "name of this worker, unique among a router's workers")
     dtype: str = setting(
         "auto",
-        "data type of weights, activations and KV; auto takes the checkpoint's own, bfloat16 for GGUF",
+        "data type of weights, activations and, unless kv_cache_dtype says otherwise, KV; auto takes the checkpoint's "
+        "own, bfloat16 for GGUF",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = setting(
         "auto",
-        "what linear layers compute in: none is dtype; int8 is 8-bit weights and activations; auto takes int8 for a "
-        "quantized file where the kernels are made for it and dtype is not float32 or float16, otherwise none",
-        choices=("auto", "none", "int8"),
+        "what linear layers compute in: none is dtype; int8 is 8-bit weights and activations; int4 is 4-bit weights, "
+        "those of the file where it has them, and 8-bit activations; auto takes int8 for a quantized file where the "
+        "kernels are made for it and dtype is not float32 or float16, otherwise none",
+        choices=("auto", "none", "int8", "int4"),
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "what K and V are kept in: auto is dtype; int8 is 8 bits and a scale for each token and head, about half the "
+        "memory of bfloat16",
+        choices=("auto", "int8"),
     )
     device: str = setting("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     kernel_backend: str = setting(

@@ -20,7 +20,11 @@ from octavo_kernels.cpu.library import PagedKV, choose_isa, load_library
 from octavo_kernels.cpu.linear import CpuLinear
 from octavo_kernels.cpu.topology import usable_cores
 from octavo_kernels.errors import InvalidArgumentError, KernelError
+from octavo_kernels.int4 import Int4Weight
 
+_INT8 = 3  # K and V with scales; see csrc/common.h
+# The longest head whose K and V may be of 8 bits.
+_MOST_INT8_HEAD_DIM = 512
 # What a status of the library is here; any other is a KernelError.
 _ERRORS: dict[int, type[Exception]] = {1: InvalidArgumentError, 2: MemoryError}
 # How long an idle thread spins before it sleeps: bridges the gap between two ops, not the one between two steps.
@@ -77,8 +81,6 @@ class CpuBackend:
         out_dtype: torch.dtype | None = None,
     ) -> CpuLinear:
         """Quantizes `weight` and packs it into panels."""
-        if dtype not in DTYPES:
-            raise InvalidArgumentError(f"dtype is {dtype}; float32, bfloat16 and float16 are supported")
         whole = (weight.shape[-1] + 63) // 64 * 64
         return CpuLinear(
             self, weight.to(torch.float32), bias, dtype, group=whole if group is None else group, out_dtype=out_dtype
@@ -86,6 +88,17 @@ class CpuBackend:
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> CpuDecoderLayers:
         return CpuDecoderLayers(self, layers, shape)
+
+    def int4_linear(
+        self,
+        weight: Int4Weight,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> CpuLinear:
+        """Packs `weight` into panels, its groups as they are."""
+        return CpuLinear(self, weight, bias, dtype, out_dtype=out_dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         code = dtype_code(x, "x")
@@ -149,20 +162,28 @@ class CpuBackend:
 
     def write_kv(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
         paged = self.paged_kv(kv)
-        tokens = k.shape[0]
+        tokens, dtype = k.shape[0], _given_dtype(kv, k, "k")
         heads, head_dim = kv.k.shape[1], kv.k.shape[2]
         for name, tensor in (("k", k), ("v", v)):
             if (
                 tensor.shape != (tokens, heads, head_dim)
-                or tensor.dtype is not kv.k.dtype
+                or tensor.dtype is not dtype
                 or tensor.stride(2) != 1
                 or (heads > 1 and tensor.stride(1) != head_dim)
             ):
-                refuse(name, tensor, f"({tokens}, {heads}, {head_dim}) of {kv.k.dtype}, strided in dim 0, is needed")
+                refuse(name, tensor, f"({tokens}, {heads}, {head_dim}) of {dtype}, strided in dim 0, is needed")
         check_column(slots, "slots", tokens, torch.int32)
         self.check(
             self.library.octavo_write_kv(
-                self.context, paged, k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0), slots.data_ptr(), tokens
+                self.context,
+                paged,
+                DTYPES[dtype],
+                k.data_ptr(),
+                k.stride(0),
+                v.data_ptr(),
+                v.stride(0),
+                slots.data_ptr(),
+                tokens,
             )
         )
 
@@ -171,8 +192,9 @@ class CpuBackend:
     ) -> Tensor:
         paged = self.paged_kv(kv)
         kv_heads, head_dim = kv.k.shape[1], kv.k.shape[2]
-        if q.dim() != 3 or q.shape[2] != head_dim or q.dtype is not kv.k.dtype or q.shape[1] % kv_heads != 0:
-            refuse("q", q, f"(tokens, a multiple of {kv_heads}, {head_dim}) of {kv.k.dtype} is needed")
+        dtype = _given_dtype(kv, q, "q")
+        if q.dim() != 3 or q.shape[2] != head_dim or q.dtype is not dtype or q.shape[1] % kv_heads != 0:
+            refuse("q", q, f"(tokens, a multiple of {kv_heads}, {head_dim}) of {dtype} is needed")
         tokens, heads = q.shape[0], q.shape[1]
         if q.stride(2) != 1 or (heads > 1 and q.stride(1) != head_dim):
             refuse("q", q, "only the first dimension may be strided")
@@ -185,6 +207,7 @@ class CpuBackend:
             self.library.octavo_paged_attention(
                 self.context,
                 paged,
+                DTYPES[dtype],
                 q.data_ptr(),
                 q.stride(0),
                 tokens,
@@ -303,9 +326,17 @@ class CpuBackend:
         return paged
 
 
+def _given_dtype(kv: LayerKV, tensor: Tensor, name: str) -> torch.dtype:
+    """What a tensor beside kv must be of: kv's dtype, or its own where K and V are quantized."""
+    if kv.k_scales is None:
+        return kv.k.dtype
+    dtype_code(tensor, name)
+    return tensor.dtype
+
+
 def _describe_kv(kv: LayerKV) -> PagedKV:
     k, v = kv.k, kv.v
-    code = dtype_code(k, "kv.k")
+    code = _INT8 if kv.k_scales is not None else dtype_code(k, "kv.k")
     if k.dim() != 4 or v.shape != (k.shape[0], k.shape[1], k.shape[3], k.shape[2]) or v.dtype is not k.dtype:
         refuse("kv.v", v, f"it must match kv.k of shape {tuple(k.shape)} and dtype {k.dtype}")
     num_blocks, heads, head_dim, block_size = k.shape
@@ -313,4 +344,28 @@ def _describe_kv(kv: LayerKV) -> PagedKV:
         raise InvalidArgumentError(f"block_size is {block_size}; the cpu backend takes multiples of 8")
     if k.stride()[2:] != (block_size, 1) or v.stride()[2:] != (head_dim, 1) or k.stride()[:2] != v.stride()[:2]:
         refuse("kv.k", k, "the tiles of K and V must be contiguous and laid out alike")
+    if code == _INT8:
+        _check_quantized(kv)
     return PagedKV(code, k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1), num_blocks, heads, head_dim, block_size)
+
+
+def _check_quantized(kv: LayerKV) -> None:
+    """The library finds scales behind their tiles."""
+    if kv.k.dtype is not torch.int8 or kv.k.device.type != "cpu":
+        refuse("kv.k", kv.k, "the cpu backend takes quantized K and V of int8 on the CPU")
+    if kv.k.shape[2] > _MOST_INT8_HEAD_DIM:
+        raise InvalidArgumentError(
+            f"head_dim is {kv.k.shape[2]}; the cpu backend quantizes K and V of heads up to {_MOST_INT8_HEAD_DIM}"
+        )
+    for name, values, scales in (("k_scales", kv.k, kv.k_scales), ("v_scales", kv.v, kv.v_scales)):
+        shape = (*values.shape[:2], kv.k.shape[3])
+        if scales is None or scales.shape != shape or scales.dtype is not torch.float32:
+            raise InvalidArgumentError(f"kv.{name} does not fit kv; {shape} of torch.float32 is needed")
+        behind = values.data_ptr() + values.shape[2] * values.shape[3]
+        # The stride of a single block or head is anything at all.
+        strided_alike = all(
+            size == 1 or 4 * stride == wanted
+            for size, stride, wanted in zip(shape, scales.stride(), (*values.stride()[:2], 4), strict=True)
+        )
+        if not strided_alike or scales.data_ptr() != behind:
+            refuse(f"kv.{name}", scales, "the scales must stand right behind their tiles, as in a pool of KVLayout")

@@ -132,10 +132,10 @@ class CpuDecoderLayers:
         paged = [self._backend.paged_kv(kv) for kv in kv_layers]
         first, shape = paged[0], self._shape
         of_one_pool = ("dtype", "block_stride", "head_stride", "num_blocks", "num_kv_heads", "head_dim", "block_size")
-        fits = (first.dtype, first.num_kv_heads, first.head_dim) == (
-            DTYPES[self._dtype],
-            shape.num_kv_heads,
-            shape.head_dim,
+        fits = (
+            (kv_layers[0].k_scales is not None or first.dtype == DTYPES[self._dtype])
+            and first.num_kv_heads == shape.num_kv_heads
+            and first.head_dim == shape.head_dim
         )
         if len(paged) != len(self._layers) or not fits:
             raise InvalidArgumentError(

@@ -16,7 +16,7 @@ from octavo_kernels.errors import BackendUnavailableError
 LIBRARY_PATH = Path(__file__).with_name("liboctavo_cpu.so")
 # Forces an instruction set; for tests and for comparing machines.
 ISA_VARIABLE = "OCTAVO_CPU_ISA"
-_INTERFACE_VERSION = 4
+_INTERFACE_VERSION = 5
 
 
 class PagedKV(Structure):
@@ -92,13 +92,14 @@ _SHAPE, _LAYERS, _PASS = POINTER(DecoderShapeStruct), POINTER(DecoderLayerPointe
 _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "octavo_linear_create": (_P, _I, _I, _P, _N, _N, _N, _P, POINTER(c_void_p)),
     "octavo_linear_create_int8": (_P, _I, _I, _P, _N, _N, _N, _P, _N, POINTER(c_void_p)),
+    "octavo_linear_create_int4": (_P, _I, _I, _P, _P, _P, _N, _N, _P, POINTER(c_void_p)),
     "octavo_linear": (_P, _P, _P, _N, _N, _P, _N, _P),
     "octavo_decoder_layers": (_P, _SHAPE, _LAYERS, _KV, _N, _PASS, _P),
     "octavo_rms_norm": (_P, _I, _I, _P, _N, _N, _N, _N, _N, _P, c_float, _P),
     "octavo_rotary": (_P, _I, _P, _N, _N, _N, _N, _P, _P, _N, _N),
     "octavo_silu_mul": (_P, _I, _P, _N, _N, _N, _P),
-    "octavo_write_kv": (_P, _KV, _P, _N, _P, _N, _P, _N),
-    "octavo_paged_attention": (_P, _KV, _P, _N, _N, _N, _N, _P, _P, _P, _P, _N, _N, c_float, _N, _P),
+    "octavo_write_kv": (_P, _KV, _I, _P, _N, _P, _N, _P, _N),
+    "octavo_paged_attention": (_P, _KV, _I, _P, _N, _N, _N, _N, _P, _P, _P, _P, _N, _N, c_float, _N, _P),
     "octavo_gumbel_argmax": (_P, _P, _N, _N, _N, _P, _P, _P, _P),
     "octavo_ban_tokens": (_P, _P, _N, _N, _N, _P, _N, _P, _N),
     "octavo_move_blocks": (_P, _P, _N, _P, _P, _N, _P, _N, _N),

@@ -11,34 +11,32 @@ from torch import Tensor
 
 from octavo_kernels.cpu.checks import DTYPES, dtype_code, refuse
 from octavo_kernels.errors import InvalidArgumentError
+from octavo_kernels.int4 import Int4Weight
 
 if TYPE_CHECKING:
     from octavo_kernels.cpu.backend import CpuBackend
 
 
 class CpuLinear:
-    """A linear layer whose weights were packed into panels; holds no reference to the original tensor.
+    """A linear layer whose weights were packed into panels; holds no reference to the original tensors.
 
     group: None keeps the weight's dtype; a number quantizes to 8 bits, for activations of `dtype` in groups of as many.
-    out_dtype: of results, dtype or float32.
+    Weights of 4 bits come in groups of their own. out_dtype: of results, dtype or float32.
     """
 
     def __init__(
         self,
         backend: CpuBackend,
-        weight: Tensor,
+        weight: Tensor | Int4Weight,
         bias: Tensor | None,
         dtype: torch.dtype,
         *,
         group: int | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> None:
-        dtype_code(weight, "weight")
-        if weight.dim() != 2 or weight.stride(1) != 1:
-            refuse("weight", weight, "two dimensions, the last contiguous, are needed")
-        self.out_features, self.in_features = weight.shape
-        if self.out_features == 0 or self.in_features == 0:
-            refuse("weight", weight, "no dimension may be empty")
+        if dtype not in DTYPES:
+            raise InvalidArgumentError(f"dtype is {dtype}; float32, bfloat16 and float16 are supported")
+        self.out_features, self.in_features = _weight_shape(weight)
         bias_pointer = None
         if bias is not None:
             if bias.shape != (self.out_features,):
@@ -53,21 +51,22 @@ class CpuLinear:
         library = backend.library
         self._call = library.octavo_linear
         handle = ctypes.c_void_p()
-        create = library.octavo_linear_create if group is None else library.octavo_linear_create_int8
-        backend.check(
-            create(
-                self._context,
-                DTYPES[dtype],
-                DTYPES[self.out_dtype],
-                weight.data_ptr(),
-                weight.stride(0),
-                self.out_features,
-                self.in_features,
-                bias_pointer,
-                *(() if group is None else (group,)),
-                ctypes.byref(handle),
+        dtypes = (DTYPES[dtype], DTYPES[self.out_dtype])
+        shape = (self.out_features, self.in_features, bias_pointer)
+        into = ctypes.byref(handle)
+        if isinstance(weight, Int4Weight):
+            parts = [part.contiguous() for part in (weight.integers, weight.scales, weight.minimums)]
+            pointers = [part.data_ptr() for part in parts]
+            status = library.octavo_linear_create_int4(self._context, *dtypes, *pointers, *shape, into)
+        elif group is None:
+            status = library.octavo_linear_create(
+                self._context, *dtypes, weight.data_ptr(), weight.stride(0), *shape, into
             )
-        )
+        else:
+            status = library.octavo_linear_create_int8(
+                self._context, *dtypes, weight.data_ptr(), weight.stride(0), *shape, group, into
+            )
+        backend.check(status)
         self.handle = handle
         weakref.finalize(self, library.octavo_linear_destroy, handle).atexit = False
 
@@ -98,3 +97,17 @@ class CpuLinear:
             )
         )
         return out
+
+
+def _weight_shape(weight: Tensor | Int4Weight) -> tuple[int, int]:
+    if isinstance(weight, Int4Weight):
+        device = weight.integers.device
+        if device.type != "cpu":
+            raise InvalidArgumentError(f"integers lie on {device}; the cpu backend takes CPU tensors")
+        return weight.integers.shape[0], weight.integers.shape[1]
+    dtype_code(weight, "weight")
+    if weight.dim() != 2 or weight.stride(1) != 1:
+        refuse("weight", weight, "two dimensions, the last contiguous, are needed")
+    if weight.numel() == 0:
+        refuse("weight", weight, "no dimension may be empty")
+    return weight.shape[0], weight.shape[1]

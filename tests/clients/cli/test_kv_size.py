@@ -5,6 +5,7 @@ import json
 import pytest
 
 from octavo.cli import main
+from octavo.cli.kv_size import table
 from octavo.program import ProgramSpec
 
 
@@ -24,6 +25,29 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
         "bytes = 2 (K and V) x layers x KV heads x head size x bytes per element x tokens\n"
         "      = 2 x 2 x 3 x 8 x 4 x tokens = 384 x tokens\n"
     )
+
+
+def test_table_of_8_bits() -> None:
+    sizes = {
+        "model": "m",
+        "dtype": "int8",
+        "num_layers": 2,
+        "num_kv_heads": 3,
+        "head_dim": 8,
+        "bytes_per_element": 1,
+        "scale_bytes_per_head": 4,
+        "block_size": 16,
+        "bytes_per_token": 144,
+        "bytes_per_block": 2304,
+        "max_model_len": 8192,
+        "bytes_per_max_model_len": 1179648,
+    }
+    lines = table(sizes).splitlines()
+    assert lines[0] == "m, K and V in int8:"
+    assert lines[-2:] == [
+        "bytes = 2 (K and V) x layers x KV heads x (head size + bytes of a scale) x tokens",
+        "      = 2 x 2 x 3 x (8 + 4) x tokens = 144 x tokens",
+    ]
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,8 @@ KV_SIZES = {
     "num_layers": 2,
     "num_kv_heads": 3,
     "head_dim": 8,
+    "bytes_per_element": 4,
+    "scale_bytes_per_head": 0,
     "block_size": 16,
     "bytes_per_token": 384,
     "bytes_per_block": 6144,

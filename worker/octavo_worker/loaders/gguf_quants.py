@@ -1,4 +1,4 @@
-"""Turns the bytes of a GGUF tensor into values.
+"""Turns the bytes of a GGUF tensor into values, or into groups of 4 bits where it is stored in such.
 
 One function a block format, each on (blocks, bytes of a block) uint8 and giving (blocks, values of a block) fp32,
 written from ggml's reference `dequantize_row_*` (ggml-quants.c). Finding the bytes is for `gguf`.
@@ -21,6 +21,19 @@ def dequantize(data: Tensor, quant_type: QuantType, dtype: torch.dtype) -> Tenso
         return data.view(plain).to(dtype)
     blocks = data.view(-1, quant_type.block_bytes)
     return _BLOCKS[quant_type.name](blocks).to(dtype).flatten()
+
+
+def int4_groups(data: Tensor, quant_type: QuantType) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The 4-bit integers of a tensor, flat (uint8), with the scales and minimums of each 32 of them (fp16).
+
+    A value is scale * integer + minimum: exactly the file's for Q4_0 and Q4_1; Q4_K's scales and minimums are products,
+    rounded to fp16 here. None for a type of other groups or bits. data: (bytes,) uint8.
+    """
+    read = _INT4_BLOCKS.get(quant_type.name)
+    if read is None:
+        return None
+    integers, scales, minimums = read(data.view(-1, quant_type.block_bytes))
+    return integers.flatten(), scales.half().flatten(), minimums.half().flatten()
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -101,6 +114,20 @@ def _q5_k(blocks: Tensor) -> Tensor:
     return _scale_k(blocks, _fields(blocks[:, 48:176], 4, 32) | (_fields(blocks[:, 16:48], 1, 32) << 4))
 
 
+def _int4_q4_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scales = _half(blocks, 0)
+    return _fields(blocks[:, 2:18], 4, 16), scales, -8 * scales
+
+
+def _int4_q4_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _fields(blocks[:, 4:20], 4, 16), _half(blocks, 0), _half(blocks, 2)
+
+
+def _int4_q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scales, minimums = _six_bit_scales(blocks[:, 4:16])
+    return _fields(blocks[:, 16:144], 4, 32), _half(blocks, 0) * scales, -_half(blocks, 2) * minimums
+
+
 def _scale_k(blocks: Tensor, values: Tensor) -> Tensor:
     scales, minimums = _six_bit_scales(blocks[:, 4:16])
     steps, offsets = _half(blocks, 0) * scales, _half(blocks, 2) * minimums
@@ -126,4 +153,9 @@ _BLOCKS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+}
+_INT4_BLOCKS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+    "Q4_0": _int4_q4_0,
+    "Q4_1": _int4_q4_1,
+    "Q4_K": _int4_q4_k,
 }

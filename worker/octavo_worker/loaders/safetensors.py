@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from octavo.errors import ModelLoadError
+from octavo_kernels.int4 import Int4Weight
 from octavo_worker.loaders.config import read_json
 from octavo_worker.loaders.weights import check_shape
 
@@ -77,6 +78,9 @@ class SafetensorsWeights:
         except (OSError, SafetensorError) as error:
             raise ModelLoadError(f"{path}: tensor {name} cannot be read: {error}") from None
         return tensor.to(dtype, copy=True)
+
+    def get_int4(self, name: str, shape: tuple[int, int]) -> Int4Weight | None:
+        return None  # quantized formats are not read
 
     def _refuse_quantized(self) -> None:
         """Older tools of GPTQ and AWQ say nothing in config.json; the names of their tensors do."""

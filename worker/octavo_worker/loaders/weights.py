@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ModelLoadError
+from octavo_kernels.int4 import Int4Weight
 from octavo_worker.loaders.config import ModelConfig
-from octavo_worker.loaders.gguf import GGUFFile
+from octavo_worker.loaders.gguf import GGUFFile, QuantType
 from octavo_worker.loaders.gguf_config import gguf_tensor_name
-from octavo_worker.loaders.gguf_quants import dequantize
+from octavo_worker.loaders.gguf_quants import dequantize, int4_groups
 
 
 class Weights(Protocol):
@@ -26,6 +27,13 @@ class Weights(Protocol):
         """A tensor on the CPU in `dtype`, the caller's own to keep.
 
         Raises ModelLoadError when it is missing, has another shape or cannot be read.
+        """
+        ...
+
+    def get_int4(self, name: str, shape: tuple[int, int]) -> Int4Weight | None:
+        """A matrix in the groups of 4 bits that it is stored in, on the CPU; None where it is stored in no such.
+
+        Raises ModelLoadError as `get` does.
         """
         ...
 
@@ -43,7 +51,7 @@ class Weights(Protocol):
 
 
 class GGUFWeights:
-    """The tensors of a GGUF file, dequantized."""
+    """The tensors of a GGUF file, dequantized or in its groups of 4 bits."""
 
     def __init__(self, file: GGUFFile, config: ModelConfig) -> None:
         self._file = file
@@ -51,15 +59,27 @@ class GGUFWeights:
         self._num_heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        data, quant_type = self._stored(name, shape)
+        return self._in_order(name, dequantize(data, quant_type, dtype).view(shape))
+
+    def get_int4(self, name: str, shape: tuple[int, int]) -> Int4Weight | None:
+        groups = int4_groups(*self._stored(name, shape))
+        if groups is None:
+            return None
+        integers, scales, minimums = (self._in_order(name, part.view(shape[0], -1)) for part in groups)
+        return Int4Weight(integers, scales, minimums)
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> tuple[Tensor, QuantType]:
         stored = gguf_tensor_name(name)
         tensor = self._file.tensors.get(stored)
         if tensor is None:
             raise ModelLoadError(f"{self._file.path}: tensor {stored} ({name}) is missing")
         check_shape(str(self._file.path), stored, tensor.shape, shape)
-        data = torch.frombuffer(bytearray(self._file.data(stored)), dtype=torch.uint8)
-        values = dequantize(data, tensor.quant_type, dtype).view(shape)
+        return torch.frombuffer(bytearray(self._file.data(stored)), dtype=torch.uint8), tensor.quant_type
+
+    def _in_order(self, name: str, rows: Tensor) -> Tensor:
         heads = self._num_heads.get(name.split(".")[-2]) if self._permuted else None
-        return values if heads is None else _unpermute(values, heads)
+        return rows if heads is None else _unpermute(rows, heads)
 
     def default_dtype(self) -> str:
         return "bfloat16"

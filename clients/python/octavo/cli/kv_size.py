@@ -26,7 +26,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     defaults = WorkerConfig()
     parser.add_argument("model", metavar="MODEL", nargs="?", default=defaults.model, help="the model")
-    parser.add_argument("--dtype", help="data type of K and V (default: as the model is served)")
+    parser.add_argument("--dtype", help="the model's data type (default: as it is served)")
+    parser.add_argument("--kv-cache-dtype", help="data type of K and V: auto is the model's, or int8 (default: auto)")
     parser.add_argument(
         "--block-size",
         type=int,
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     if args.dtype is not None:
         command.append(f"--dtype={args.dtype}")
+    if args.kv_cache_dtype is not None:
+        command.append(f"--kv-cache-dtype={args.kv_cache_dtype}")
     if args.tokens is not None:
         command.append(f"--tokens={args.tokens}")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -74,7 +77,10 @@ def table(sizes: Mapping[str, Any]) -> str:
     """The worker's figures as lines for people. Whole blocks are counted, as the pool gives them out."""
     layers, kv_heads, head_dim = sizes["num_layers"], sizes["num_kv_heads"], sizes["head_dim"]
     per_token = sizes["bytes_per_token"]
-    element = per_token // (2 * layers * kv_heads * head_dim)
+    element, scale = sizes["bytes_per_element"], sizes["scale_bytes_per_head"]
+    factors = ("head size x bytes per element", f"{head_dim} x {element}")
+    if scale:
+        factors = ("(head size + bytes of a scale)", f"({head_dim} + {scale})")
     rows = [
         ("a token", per_token),
         (f"a block of {sizes['block_size']} tokens", sizes["bytes_per_block"]),
@@ -86,8 +92,8 @@ def table(sizes: Mapping[str, Any]) -> str:
     lines = [f"{sizes['model']}, K and V in {sizes['dtype']}:"]
     lines += [f"  {label:<{width}}  {_shown(size)}" for label, size in rows]
     lines += [
-        "bytes = 2 (K and V) x layers x KV heads x head size x bytes per element x tokens",
-        f"      = 2 x {layers} x {kv_heads} x {head_dim} x {element} x tokens = {per_token} x tokens",
+        f"bytes = 2 (K and V) x layers x KV heads x {factors[0]} x tokens",
+        f"      = 2 x {layers} x {kv_heads} x {factors[1]} x tokens = {per_token} x tokens",
     ]
     return "\n".join(lines)
 

@@ -12,7 +12,7 @@
 namespace octavo {
 namespace {
 
-constexpr int32_t kInterfaceVersion = 4;
+constexpr int32_t kInterfaceVersion = 5;
 
 // From the most to the least capable.
 const Kernels* const kAllKernels[] = {
@@ -96,6 +96,36 @@ void pack_panel_int8(void* context, int64_t panel, int) {
   }
 }
 
+struct PackInt4Job {
+  PackedLinear* layer;
+  const uint8_t* integers;   // (out_features, in_features), 0..15
+  const uint16_t* scales;    // (out_features, groups), fp16
+  const uint16_t* minimums;  // as scales
+};
+
+void pack_panel_int4(void* context, int64_t panel, int) {
+  const PackInt4Job& job = *static_cast<const PackInt4Job*>(context);
+  const PackedLinear& layer = *job.layer;
+  const int64_t groups = layer.panel_bytes / kInt4GroupBytes;
+  const int64_t first = panel * kPanelColumns;
+  const int64_t columns = std::min(kPanelColumns, layer.out_features - first);
+  for (int64_t j = 0; j < columns; ++j) {
+    const uint8_t* from = job.integers + (first + j) * layer.in_features;
+    for (int64_t g = 0; g < groups; ++g) {
+      char* group = layer.data + panel * layer.panel_bytes + g * kInt4GroupBytes;
+      uint16_t* numbers = reinterpret_cast<uint16_t*>(group);
+      numbers[j] = job.scales[(first + j) * groups + g];
+      numbers[kPanelColumns + j] = job.minimums[(first + j) * groups + g];
+      uint8_t* to = reinterpret_cast<uint8_t*>(numbers + 2 * kPanelColumns);
+      const int64_t count = std::min(kInt4Group, layer.in_features - g * kInt4Group);
+      for (int64_t k = 0; k < count; ++k) {
+        const int half = from[g * kInt4Group + k] & 15;
+        to[(k / 8 * kPanelColumns + j) * 4 + k % 4] |= static_cast<uint8_t>(k % 8 < 4 ? half : half << 4);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace octavo
 
@@ -171,6 +201,7 @@ OCTAVO_API int32_t octavo_linear_create_int8(void* context, int32_t dtype, int32
     layer->out_dtype = out_dtype;
     layer->in_features = in_features;
     layer->out_features = out_features;
+    layer->bits = 8;
     layer->group = group;
     layer->num_panels = (out_features + kPanelColumns - 1) / kPanelColumns;
     layer->panel_bytes = (in_features + 3) / 4 * 4 * kPanelColumns;
@@ -186,6 +217,35 @@ OCTAVO_API int32_t octavo_linear_create_int8(void* context, int32_t dtype, int32
     PackJob job{layer.get(), static_cast<const char*>(weight), stride};
     Pool::Session session(ctx.pool);
     ctx.pool.run(layer->num_panels, pack_panel_int8, &job);
+    *out = layer.release();
+  });
+}
+
+// Packs weights of 4 bits. dtype: of the activations; the others: see PackInt4Job, without gaps.
+OCTAVO_API int32_t octavo_linear_create_int4(void* context, int32_t dtype, int32_t out_dtype,
+                                             const uint8_t* integers, const uint16_t* scales,
+                                             const uint16_t* minimums, int64_t out_features, int64_t in_features,
+                                             const float* bias, void** out) {
+  return guarded([&] {
+    Context& ctx = *static_cast<Context*>(context);
+    std::unique_ptr<PackedLinear> layer(new PackedLinear{});
+    layer->dtype = dtype;
+    layer->out_dtype = out_dtype;
+    layer->bits = 4;
+    layer->in_features = in_features;
+    layer->out_features = out_features;
+    layer->num_panels = (out_features + kPanelColumns - 1) / kPanelColumns;
+    layer->panel_bytes = (in_features + kInt4Group - 1) / kInt4Group * kInt4GroupBytes;
+    const int64_t weight_bytes = layer->num_panels * layer->panel_bytes;
+    const int64_t bias_bytes = bias == nullptr ? 0 : layer->num_panels * kPanelColumns * int64_t{sizeof(float)};
+    layer->data = static_cast<char*>(arena_allocate(static_cast<size_t>(weight_bytes + bias_bytes)));
+    if (bias != nullptr) {
+      layer->bias = reinterpret_cast<float*>(layer->data + weight_bytes);
+      std::memcpy(layer->bias, bias, static_cast<size_t>(out_features) * sizeof(float));
+    }
+    PackInt4Job job{layer.get(), integers, scales, minimums};
+    Pool::Session session(ctx.pool);
+    ctx.pool.run(layer->num_panels, pack_panel_int4, &job);
     *out = layer.release();
   });
 }
@@ -242,30 +302,33 @@ OCTAVO_API int32_t octavo_silu_mul(void* context, int32_t dtype, const void* gat
   });
 }
 
-OCTAVO_API int32_t octavo_write_kv(void* context, const PagedKV* kv, const void* k, int64_t k_stride, const void* v,
-                                   int64_t v_stride, const int32_t* slots, int64_t tokens) {
+// dtype: of k and v.
+OCTAVO_API int32_t octavo_write_kv(void* context, const PagedKV* kv, int32_t dtype, const void* k, int64_t k_stride,
+                                   const void* v, int64_t v_stride, const int32_t* slots, int64_t tokens) {
   return guarded([&] {
     Context& ctx = *static_cast<Context*>(context);
     check_slots(*kv, slots, tokens);
     const WriteKVArgs args{*kv, static_cast<const char*>(k), static_cast<const char*>(v), tokens, k_stride, v_stride,
-                           slots};
+                           slots, dtype};
     Pool::Session session(ctx.pool);
     ctx.kernels->write_kv(ctx.pool, args);
   });
 }
 
-OCTAVO_API int32_t octavo_paged_attention(void* context, const PagedKV* kv, const void* q, int64_t q_stride,
-                                          int64_t tokens, int64_t heads, int64_t sequences, const int32_t* positions,
-                                          const int32_t* query_starts, const int32_t* context_lens,
-                                          const int32_t* block_tables, int64_t table_stride, int64_t table_columns,
-                                          float scale, int64_t sliding_window, void* out) {
+// dtype: of q and out.
+OCTAVO_API int32_t octavo_paged_attention(void* context, const PagedKV* kv, int32_t dtype, const void* q,
+                                          int64_t q_stride, int64_t tokens, int64_t heads, int64_t sequences,
+                                          const int32_t* positions, const int32_t* query_starts,
+                                          const int32_t* context_lens, const int32_t* block_tables,
+                                          int64_t table_stride, int64_t table_columns, float scale,
+                                          int64_t sliding_window, void* out) {
   return guarded([&] {
     Context& ctx = *static_cast<Context*>(context);
     check_batch(*kv, tokens, sequences, positions, query_starts, context_lens, block_tables, table_stride,
                 table_columns);
     const AttentionArgs args{*kv,       static_cast<const char*>(q), q_stride,     tokens, heads,          sequences,
                              positions, query_starts,                block_tables, table_stride, scale, sliding_window,
-                             static_cast<char*>(out)};
+                             static_cast<char*>(out), dtype};
     Pool::Session session(ctx.pool);
     ctx.kernels->paged_attention(ctx.pool, args);
   });

@@ -8,19 +8,28 @@ namespace octavo {
 
 class Pool;
 
-enum DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2 };
+enum DType : int32_t { kF32 = 0, kBF16 = 1, kF16 = 2, kI8 = 3 };
 
-inline int64_t item_size(int32_t dtype) { return dtype == kF32 ? 4 : 2; }
+inline int64_t item_size(int32_t dtype) { return dtype == kF32 ? 4 : dtype == kI8 ? 1 : 2; }
 
 // Columns of one packed panel: three vectors of 16.
 constexpr int64_t kPanelColumns = 48;
+// Longest head whose K and V may be of 8 bits: sums of 16-bit queries and 8-bit keys fit into 32 bits.
+constexpr int64_t kMostInt8HeadDim = 512;
+
+// K that share a scale and a minimum in weights of 4 bits, and their bytes in a panel.
+constexpr int64_t kInt4Group = 32;
+constexpr int64_t kInt4GroupBytes = kPanelColumns * (2 * 2 + kInt4Group / 2);
 
 // Weights of one linear layer in panels of 48 columns, zero-padded.
 //   f32, f16: panel[k][48]            bf16: panel[k / 2][48][k % 2]
 //   8 bits: panel[k / 4][48][k % 4], unsigned and 128 too large, times `scales` of the column
+//   4 bits: for every 32 of K, panel[k / 32]: fp16 scales[48] and minimums[48], then bytes [k % 32 / 8][48][k % 4],
+//           whose low halves have k % 8 < 4; a weight is scale times 0..15 plus minimum
 struct PackedLinear {
-  int32_t dtype;      // of activations, and of weights that are not of 8 bits
+  int32_t dtype;      // of activations, and of weights of no fewer bits
   int32_t out_dtype;  // of results: dtype or fp32
+  int32_t bits;       // of weights: 8, 4, or 0 where they are of `dtype`
   int64_t in_features;
   int64_t out_features;
   int64_t num_panels;
@@ -28,7 +37,7 @@ struct PackedLinear {
   char* data;
   float* bias;    // null, or num_panels * 48, zero-padded
   float* scales;  // weights of 8 bits: num_panels * 48, zero-padded
-  int64_t group;  // weights of 8 bits: K that share a scale of the activations, a multiple of 64; otherwise 0
+  int64_t group;  // weights of 8 bits: K that share a scale of the activations, a multiple of 64
 };
 
 struct LinearArgs {
@@ -69,7 +78,8 @@ struct SiluMulArgs {
   char* out;
 };
 
-// Strides are in elements. K of a (block, head) is (head_dim, block_size), V is (block_size, head_dim), contiguous.
+// Strides are in elements. K of a (block, head) is (head_dim, block_size), V is (block_size, head_dim), contiguous. Of
+// 8 bits, each is followed by the fp32 scales of its block_size positions.
 struct PagedKV {
   int32_t dtype;
   char* k;
@@ -84,6 +94,7 @@ struct WriteKVArgs {
   const char* v;
   int64_t tokens, k_token_stride, v_token_stride;
   const int32_t* slots;
+  int32_t dtype;  // of k and v given, where the cache's is kI8
 };
 
 struct AttentionArgs {
@@ -98,6 +109,7 @@ struct AttentionArgs {
   float scale;
   int64_t sliding_window;  // 0: none
   char* out;
+  int32_t dtype;  // of q and out, where the cache's is kI8
 };
 
 struct GumbelArgs {
@@ -114,6 +126,7 @@ struct Kernels {
   const char* name;
   void (*linear)(Pool&, const LinearArgs&);
   void (*linear_int8)(Pool&, const LinearArgs&);
+  void (*linear_int4)(Pool&, const LinearArgs&);
   void (*rms_norm)(Pool&, const RmsNormArgs&);
   void (*rotary)(Pool&, const RotaryArgs&);
   void (*silu_mul)(Pool&, const SiluMulArgs&);

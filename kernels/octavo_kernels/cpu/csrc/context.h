@@ -54,7 +54,8 @@ struct Context {
   Context(const Kernels* chosen, int num_threads, int64_t spin_us) : kernels(chosen), pool(num_threads, spin_us) {}
 
   void linear(const LinearArgs& args) {
-    (args.layer->group == 0 ? kernels->linear : kernels->linear_int8)(pool, args);
+    const int32_t bits = args.layer->bits;
+    (bits == 4 ? kernels->linear_int4 : bits == 8 ? kernels->linear_int8 : kernels->linear)(pool, args);
   }
 };
 

@@ -121,7 +121,7 @@ class LayerRun {
       rotate(k, k_stride, kv.num_kv_heads);
     }
     const char* v = qkv_ + (q_width_ + kv_width_) * item_size_;
-    const WriteKVArgs write{kv, k, v, pass_.tokens, k_stride, qkv_width, pass_.slots};
+    const WriteKVArgs write{kv, k, v, pass_.tokens, k_stride, qkv_width, pass_.slots, shape_.dtype};
     context_.kernels->write_kv(context_.pool, write);
     const AttentionArgs attention{kv,
                                   q,
@@ -135,7 +135,8 @@ class LayerRun {
                                   pass_.table_stride,
                                   shape_.scale,
                                   layer.sliding_window,
-                                  attended_};
+                                  attended_,
+                                  shape_.dtype};
     context_.kernels->paged_attention(context_.pool, attention);
   }
 

@@ -1,5 +1,4 @@
-// Norms, rotary embedding, gated SiLU and the write into the paged cache: one pass over memory each. Included only
-// by `isa.cpp`.
+// Norms, rotary embedding and gated SiLU: one pass over memory each. Included only by `isa.cpp`.
 
 namespace elementwise {
 
@@ -111,33 +110,6 @@ void silu_mul(Pool& pool, const SiluMulArgs& args) {
   with_dtype(args.dtype, [&](auto t) {
     over_rows(pool, args.rows, args.rows * args.n, silu_mul_rows<decltype(t)>, &args);
   });
-}
-
-template <class Item>
-void write_kv_rows(const void* context, int64_t first, int64_t last) {
-  const WriteKVArgs& args = *static_cast<const WriteKVArgs*>(context);
-  const PagedKV& kv = args.kv;
-  for (int64_t token = first; token < last; ++token) {
-    const int64_t block = args.slots[token] / kv.block_size, offset = args.slots[token] % kv.block_size;
-    for (int64_t head = 0; head < kv.num_kv_heads; ++head) {
-      const Item* k = reinterpret_cast<const Item*>(args.k) + token * args.k_token_stride + head * kv.head_dim;
-      const Item* v = reinterpret_cast<const Item*>(args.v) + token * args.v_token_stride + head * kv.head_dim;
-      const int64_t tile = block * kv.block_stride + head * kv.head_stride;
-      Item* k_tile = reinterpret_cast<Item*>(kv.k) + tile + offset;
-      Item* v_row = reinterpret_cast<Item*>(kv.v) + tile + offset * kv.head_dim;
-      for (int64_t d = 0; d < kv.head_dim; ++d) k_tile[d * kv.block_size] = k[d];
-      __builtin_memcpy(v_row, v, static_cast<size_t>(kv.head_dim) * sizeof(Item));
-    }
-  }
-}
-
-void write_kv(Pool& pool, const WriteKVArgs& args) {
-  const int64_t elements = args.tokens * args.kv.num_kv_heads * args.kv.head_dim;
-  if (args.kv.dtype == kF32) {
-    over_rows(pool, args.tokens, elements, write_kv_rows<uint32_t>, &args);
-  } else {
-    over_rows(pool, args.tokens, elements, write_kv_rows<uint16_t>, &args);
-  }
 }
 
 }  // namespace elementwise

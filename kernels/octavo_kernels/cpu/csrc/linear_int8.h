@@ -125,11 +125,12 @@ struct Job {
   int64_t chunk_rows;
 };
 
-// The scale is the group's largest magnitude over 127. A group that is nothing but zeros (or next to it) has scale 0;
-// one that holds an infinity or a NaN has scale NaN, so that the row becomes NaN.
-template <class T, class X>
+// Writes a group's integers, its scale and the integers' sum. The scale is the largest magnitude over LARGEST. A group
+// that is nothing but zeros (or next to it) has scale 0; one that holds an infinity or a NaN has scale NaN, so that the
+// row becomes NaN.
+template <class T, class X, int LARGEST = 127>
 OCTAVO_INLINE void quantize_group(const typename T::item* x, int64_t n, typename X::item* to, float* scale,
-                                  int32_t* correction) {
+                                  int32_t* sum) {
   U largest = splat_u(0);  // magnitudes compare as integers, NaN above all
   const int64_t whole = n / kLanes * kLanes;
   const U no_sign = splat_u(0x7fffffff);
@@ -139,13 +140,13 @@ OCTAVO_INLINE void quantize_group(const typename T::item* x, int64_t n, typename
   float magnitude;
   __builtin_memcpy(&magnitude, &top, 4);
   const bool is_finite = top < 0x7f800000u, is_some = is_finite && magnitude >= 0x1p-100f;
-  *scale = is_some ? magnitude / 127.0f : is_finite ? 0.0f : __builtin_nanf("");
-  *correction = 0;
+  *scale = is_some ? magnitude / LARGEST : is_finite ? 0.0f : __builtin_nanf("");
+  *sum = 0;
   if (!is_some) {
     for (int64_t k = 0; k < n; k += kLanes) X::write(to + k, splat_u(0));
     return;
   }
-  const F inverse = splat(127.0f / magnitude), magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds
+  const F inverse = splat(LARGEST / magnitude), magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds
   U total = splat_u(0);
   for (int64_t k = 0; k < whole; k += kLanes) {
     const U value = as_uint(T::read(x + k) * inverse + magic) - as_uint(magic);
@@ -157,7 +158,7 @@ OCTAVO_INLINE void quantize_group(const typename T::item* x, int64_t n, typename
     total = total + value;
     X::write(to + whole, value);
   }
-  *correction = -128 * static_cast<int32_t>(sum_of(total));
+  *sum = static_cast<int32_t>(sum_of(total));
 }
 
 template <class T, class X>
@@ -168,8 +169,10 @@ void quantize_row(void* context, int64_t row, int) {
   typename X::item* to = reinterpret_cast<typename X::item*>(job.x) + row * job.x_stride;
   for (int64_t g = 0; g < job.groups; ++g) {
     const int64_t first = g * group;
+    int32_t sum;
     quantize_group<T, X>(x + first, n - first < group ? n - first : group, to + first,
-                         job.scales + row * job.groups + g, job.corrections + row * job.groups + g);
+                         job.scales + row * job.groups + g, &sum);
+    job.corrections[row * job.groups + g] = -128 * sum;
   }
 }
 

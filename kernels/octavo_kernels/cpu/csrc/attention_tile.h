@@ -1,0 +1,87 @@
+// One tile of attention at work, and the shapes of what its passes hold in registers. Included only by `attention.h`.
+
+// Positions of V that stay in the first-level cache while all rows of a tile use them. Blocks of as many positions
+// begin at multiples of it in the sequence, wherever a tile begins.
+constexpr int64_t kValueBlock = 128;
+// Scores of a tile should stay in the second-level cache.
+constexpr int64_t kScoreBytes = 384 << 10;
+constexpr int64_t kTileTokens = 16;
+
+#if OCTAVO_VECTOR_BYTES == 64
+constexpr int kRows = 8;
+#elif OCTAVO_VECTOR_BYTES == 32 || defined(__aarch64__)
+constexpr int kRows = 4;
+#else
+constexpr int kRows = 2;
+#endif
+// So few rows wait for memory: they fetch ahead.
+constexpr int kFewRows = kRows / 2;
+// How many groups of 16 positions they fetch ahead: what is computed meanwhile takes about as long as memory does to
+// answer. The table of halves ends with as many copies of its last entry.
+constexpr int kAhead = 8;
+// Groups of 16 positions, or vectors of V, that one register tile holds beside its rows.
+constexpr int tile_width(int rows) {
+  if (OCTAVO_VECTOR_BYTES == 64) return rows <= kFewRows ? 4 : 2;
+  if (OCTAVO_VECTOR_BYTES == 32) return rows <= kFewRows ? 2 : 1;
+  return 1;
+}
+
+struct Item {
+  int32_t sequence;
+  int32_t token;   // first query token of the tile
+  int32_t tokens;
+  int32_t head;    // KV head
+};
+
+// Where eight positions of K and V of one head lie, and their scales where they are quantized.
+struct Half {
+  const char* k;
+  const char* v;
+  const float* k_scales;
+  const float* v_scales;
+};
+
+// All memory is scratch of the thread.
+struct Tile {
+  const AttentionArgs* args;
+  Half* halves;          // of positions base, base + 8, ...
+  int64_t base;          // multiple of 16
+  int64_t groups;        // of 16 positions
+  int64_t rows;
+  int64_t* first;        // per row: positions [first, last), relative to base
+  int64_t* last;
+  char* q;               // rows x q_stride items: fp32, or 16 bits in pairs
+  int64_t q_stride;
+  float* q_scales;       // per row: what a score is multiplied by
+  float* scores;         // rows x score_stride; afterwards the weights of V, fp32 or of 16 bits
+  int64_t score_stride;
+  float* weight_scales;  // rows x value_blocks: of weights that are 16-bit integers
+  int64_t value_blocks;
+  float* acc;            // rows x acc_stride
+  int64_t acc_stride;    // head_dim rounded up to whole register tiles
+  float* sums;
+};
+
+OCTAVO_INLINE int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+constexpr OCTAVO_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr OCTAVO_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// How many positions lie together, a template's SPAN: kEight in each half of a group, kSixteen in blocks of 16, where
+// the next row of K follows right behind, and kMore in larger blocks that hold whole groups.
+enum Span { kEight = 8, kSixteen = 16, kMore = 32 };
+
+// 16 numbers, of two halves.
+template <int SPAN>
+OCTAVO_INLINE F load_halves(const float* a, const float* b) {
+  if constexpr (SPAN != kEight) return load(a);
+#if OCTAVO_VECTOR_BYTES == 64
+  F r;
+  r.part[0] = (vf)_mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(a)), _mm256_loadu_ps(b), 1);
+  return r;
+#else
+  float both[kLanes];
+  __builtin_memcpy(both, a, 8 * sizeof(float));
+  __builtin_memcpy(both + 8, b, 8 * sizeof(float));
+  return load(both);
+#endif
+}
