@@ -5,8 +5,8 @@
     make bench-peers ARGS="--only 'batch 1,batch 8'"
 
 All sides stay loaded, one is busy at a time, and they take turns: A B C D A B C D. What is compared are medians. Octavo
-is measured as it is served: a router and a worker, streams over gRPC, text and tokens; then over HTTP, beside its
-engine alone. README.md in this folder says what each number means.
+is measured as its engine alone, which is what the peers are, and as it is served: a router and a worker, streams over
+gRPC, text and tokens; then over HTTP. README.md in this folder says what each number means.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ from sides import ROOT, Answer, OctavoSide, PeerSide, Side, SideError, SideSpec
 HERE = Path(__file__).resolve().parent
 PEERS = ("llama.cpp", "openvino", "vllm")
 ALL_PEERS = (*PEERS, "transformers")
-MODES: dict[str, dict[str, Any]] = {
-    "octavo": {},
-    "octavo-bf16": {"dtype": "bfloat16", "quantization": "none"},
-}
+_BF16 = {"dtype": "bfloat16", "quantization": "none"}
+ENGINE = "engine"
+ENGINES: dict[str, dict[str, Any]] = {ENGINE: {}, "engine-bf16": _BF16}
+SERVED: dict[str, dict[str, Any]] = {"octavo": {}, "octavo-bf16": _BF16}
+MODES = SERVED | ENGINES
 SECTION = report.SERVED.name
 PROBE_TRIES = 5
 IDLE_S = 1.0
@@ -197,9 +198,10 @@ def peer_python(name: str) -> Path:
 
 
 def octavo_spec(name: str, model: Path, threads: int) -> SideSpec:
-    """One of Octavo's modes, served."""
+    """One of Octavo's modes, served, or its engine alone."""
     settings = {**MODES[name], "num_threads": threads}
-    return SideSpec(name, lambda: OctavoSide(name, model, settings), is_ours=True)
+    kind = EngineSide if name in ENGINES else OctavoSide
+    return SideSpec(name, lambda: kind(name, model, settings), is_ours=True)
 
 
 def peer_spec(name: str, model: Path, threads: int) -> SideSpec:
@@ -254,14 +256,17 @@ def run(bench: Bench, args: argparse.Namespace, model: Path) -> None:
             bench.measure(column, args.rounds)
     octavo = bench.loaded.get("octavo")
     if SECTION in args.only and octavo is not None:
+        if ENGINE not in bench.loaded:
+            try:
+                spec = octavo_spec(ENGINE, model, args.threads)
+                bench.loaded[ENGINE] = Loaded(spec, spec.start())
+            except SideError as error:
+                bench.leave_out(ENGINE, str(error))
+                return
+            bench.loaded[ENGINE].check_idle()
+        engine = bench.loaded[ENGINE].side
         assert isinstance(octavo.side, OctavoSide)
-        try:
-            engine = EngineSide(model, {**MODES["octavo"], "num_threads": args.threads})
-        except SideError as error:
-            bench.leave_out(EngineSide.name, str(error))
-            return
-        bench.loaded[engine.name] = Loaded(SideSpec(engine.name, lambda: engine, is_ours=True), engine)
-        bench.loaded[engine.name].check_idle()
+        assert isinstance(engine, EngineSide)
         bench.measure_served(octavo.side, engine, args.rounds)
 
 

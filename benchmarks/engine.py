@@ -118,9 +118,8 @@ class _ReplayConnection(asyncio.Protocol):
 class EngineSide:
     """A worker, driven by plans that were made beforehand, as many ahead as it takes."""
 
-    name = "engine"
-
-    def __init__(self, model: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, name: str, model: Path, settings: dict[str, Any]) -> None:
+        self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="octavo-engine-")
         address = f"unix:{self._folder.name}/worker.sock"
         config = WorkerConfig.from_values({"model": str(model), **settings, "listen": address}, {})
