@@ -25,6 +25,8 @@ struct Integers {
     U value;  // pairs of 16-bit numbers
   };
 
+  static OCTAVO_INLINE F weight(F x) { return exp_short(x); }
+
   static OCTAVO_INLINE void add(U& acc, vu pair, const Vector& x) {
 #if defined(OCTAVO_AVX512_BF16)
     // In assembly because compilers spill the accumulators of the intrinsic.

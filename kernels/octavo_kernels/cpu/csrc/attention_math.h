@@ -6,6 +6,7 @@
 //   kStep                          head_dim entries, or positions, per multiplication
 //   kColumns                       vectors of V that `values` makes at least
 //   kScaled                        whether K and V have scales; then weights of 0 cancel whatever lies in V
+//   weight                         e^x, as exact as what it becomes
 
 // What all that compute in fp32 have in common.
 struct FloatSums {
@@ -31,6 +32,8 @@ struct Widened : FloatSums {
   struct Vector {
     F value;
   };
+
+  static OCTAVO_INLINE F weight(F x) { return exp(x); }
 
   static OCTAVO_INLINE void add(F& acc, F query, const Vector& x) { acc = fma(query, x.value, acc); }
   static OCTAVO_INLINE F broadcast(const float* p) { return splat(*p); }
@@ -139,7 +142,13 @@ struct Paired : FloatSums {
     for (int64_t d = n; d < padded; ++d) to[d] = 0;
     return 1.0f;
   }
-  static OCTAVO_INLINE void write_probabilities(Probability* to, F p) { narrow(to, bf16_bits(p)); }
+  static OCTAVO_INLINE F weight(F x) { return exp_short(x); }
+  // To nearest even, as bf16_bits does for what is neither NaN nor subnormal.
+  static OCTAVO_INLINE void write_probabilities(Probability* to, F p) {
+    __m256i bits;
+    asm("vcvtneps2bf16 %1, %0" : "=v"(bits) : "v"(p.part[0]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bits);
+  }
   static OCTAVO_INLINE F columns(const float* acc, int64_t d) { return unpacked_columns(acc, d); }
 };
 #endif

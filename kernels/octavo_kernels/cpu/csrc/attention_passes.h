@@ -113,18 +113,32 @@ struct ValueFetch {
   }
 };
 
+// Calls edge(group) for the groups that a row attends to in part, and whole(group) for the others, in their order.
+template <class Edge, class Whole>
+OCTAVO_INLINE void over_groups(Range range, const Edge& edge, const Whole& whole) {
+  const int64_t whole_begin = (range.first + kLanes - 1) / kLanes, whole_end = range.last / kLanes;
+  const int64_t end = (range.last + kLanes - 1) / kLanes;
+  int64_t group = range.first / kLanes;
+  for (; group < least(whole_begin, end); ++group) edge(group);
+  for (; group < whole_end; ++group) whole(group);
+  for (; group < end; ++group) edge(group);
+}
+
 OCTAVO_INLINE F largest_score(const float* scores, Range range) {
-  F maxima = splat(-__builtin_inff());
-  for (int64_t group = range.first / kLanes; group * kLanes < range.last; ++group) {
-    const F score = load(scores + group * kLanes);
-    maxima = maximum(range.whole(group) ? score : choose(range.inside(group), score, splat(-__builtin_inff())), maxima);
-  }
+  const F lowest = splat(-__builtin_inff());
+  F maxima = lowest;
+  over_groups(
+      range,
+      [&](int64_t group) __attribute__((always_inline)) {
+        maxima = maximum(choose(range.inside(group), load(scores + group * kLanes), lowest), maxima);
+      },
+      [&](int64_t group) __attribute__((always_inline)) { maxima = maximum(load(scores + group * kLanes), maxima); });
   return splat(largest(maxima));
 }
 
 // Turns a row's scores into unnormalized probabilities and returns their sum. Lanes of the first and last group
 // outside the row's range become zero.
-template <class M>
+template <class M, bool FETCH>
 OCTAVO_INLINE float softmax(const Tile& tile, int64_t row) {
   float* scores = tile.scores + row * tile.score_stride;
   typename M::Probability* out = reinterpret_cast<typename M::Probability*>(scores);
@@ -132,12 +146,19 @@ OCTAVO_INLINE float softmax(const Tile& tile, int64_t row) {
   const F top = largest_score(scores, range);
   F total = zero();
   ValueFetch fetch(tile, row, sizeof(typename M::Item));
-  for (int64_t group = range.first / kLanes; group * kLanes < range.last; ++group) {
-    fetch.advance();
-    const F p = range.keep_inside(group, exp(load(scores + group * kLanes) - top));
+  const auto weigh = [&](int64_t group, F p) __attribute__((always_inline)) {
+    if (FETCH) fetch.advance();
     total = total + p;
     M::write_probabilities(out + group * kLanes, p);  // 16-bit ones overtake nothing still to be read
-  }
+  };
+  over_groups(
+      range,
+      [&](int64_t group) __attribute__((always_inline)) {
+        weigh(group, keep(range.inside(group), M::weight(load(scores + group * kLanes) - top)));
+      },
+      [&](int64_t group) __attribute__((always_inline)) {
+        weigh(group, M::weight(load(scores + group * kLanes) - top));
+      });
   return sum(total);
 }
 
@@ -165,7 +186,7 @@ OCTAVO_INLINE float softmax_scaled(const Tile& tile, int64_t row) {
         continue;
       }
       const Half* half = tile.halves + 2 * group;
-      const F p = range.keep_inside(group, exp(load(at) - top));
+      const F p = range.keep_inside(group, M::weight(load(at) - top));
       const F weight = range.keep_inside(group, p * load_halves<SPAN>(half[0].v_scales, half[1].v_scales));
       total = total + p;
       magnitudes = larger_signed(magnitudes, as_uint(weight) & no_sign);
@@ -184,8 +205,10 @@ void weigh(const Tile& tile) {
   for (int64_t row = 0; row < tile.rows; ++row) {
     if constexpr (M::kScaled) {
       tile.sums[row] = softmax_scaled<M, SPAN>(tile, row);
+    } else if (tile.rows <= kFewRows) {
+      tile.sums[row] = softmax<M, true>(tile, row);
     } else {
-      tile.sums[row] = softmax<M>(tile, row);
+      tile.sums[row] = softmax<M, false>(tile, row);
     }
   }
 }

@@ -101,7 +101,8 @@ void silu_mul_rows(const void* context, int64_t first, int64_t last) {
     typename T::item* out = reinterpret_cast<typename T::item*>(args.out) + row * args.n;
     for (int64_t i = 0; i < args.n; i += kLanes) {
       const F g = read_some<T>(gate + i, args.n - i), u = read_some<T>(up + i, args.n - i);
-      write_some<T>(out + i, g / (splat(1.0f) + exp(zero() - g)) * u, args.n - i);
+      const F e = T::dtype == kF32 ? exp(zero() - g) : exp_short(minimum(zero() - g, splat(88.3f)));
+      write_some<T>(out + i, g / (splat(1.0f) + e) * u, args.n - i);
     }
   }
 }

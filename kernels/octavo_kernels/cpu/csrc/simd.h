@@ -392,6 +392,21 @@ OCTAVO_INLINE F exp(F x) {
   return as_float(as_uint(p) + shift_left<23>(as_uint(shifted)));
 }
 
+// e^x to 2^-18 of itself for x in [-87.3, 88.3], 0.9999993 for 0; clamped below, NaN stays NaN. For results that are
+// rounded to 16 bits. A minimax polynomial for 2^r.
+OCTAVO_INLINE F exp_short(F x) {
+  const F log2e = splat(1.44269504088896341f), magic = splat(12582912.0f);
+  x = maximum(splat(-87.3f), x);
+  const F shifted = fma(x, log2e, magic);
+  const F r = fma(x, log2e, magic - shifted);
+  F p = splat(9.570101276e-3f);
+  p = fma(p, r, splat(5.591785908e-2f));
+  p = fma(p, r, splat(2.402474433e-1f));
+  p = fma(p, r, splat(6.931217909e-1f));
+  p = fma(p, r, splat(9.999992847e-1f));
+  return as_float(as_uint(p) + shift_left<23>(as_uint(shifted)));
+}
+
 // log(1 + f) + e * log(2) for f in [sqrt(1/2) - 1, sqrt(2) - 1]. Cephes' polynomial.
 OCTAVO_INLINE F log_reduced(F f, F e) {
   F p = splat(7.0376836292e-2f);
