@@ -12,11 +12,20 @@ independent of batching.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from octavo_kernels.decode_state import DecodeColumns, DecodeInputs, DecodeState
+
+QUANTIZED_LIMITS: Mapping[torch.dtype, float] = MappingProxyType({torch.int8: 127.0, torch.float8_e4m3fn: 448.0})
+"""Dtypes that K and V can be quantized to, with the stored value that a scale's largest magnitude becomes."""
+_SCALE_BYTES = torch.float32.itemsize
 
 
 @dataclass(frozen=True)
@@ -24,12 +33,17 @@ class KVLayout:
     """Shape of the paged KV pool.
 
     The pool is block-major: everything one block holds, for all layers, is contiguous, so that copying or swapping
-    a block is one move. Within a layer K is stored transposed (`head_dim` before the position in the block), so that
-    scores of consecutive positions are computed in consecutive lanes; V is stored position by position.
+    a block is one move. A tile is stored position by position, or transposed (`head_dim` before the position in the
+    block), as `Backend.kv_layout` chooses for K and for V: on a CPU K is transposed, so that scores of consecutive
+    positions are computed in consecutive lanes.
 
-        pool                      (num_blocks, num_layers, 2, num_kv_heads, block_size * head_dim)
-        pool[b, l, 0, h]          K tile, (head_dim, block_size)
-        pool[b, l, 1, h]          V tile, (block_size, head_dim)
+        pool                      (num_blocks, num_layers, 2, num_kv_heads, tile_size) of pool_dtype
+        pool[b, l, 0, h]          K tile, (head_dim, block_size) if k_transposed else (block_size, head_dim)
+        pool[b, l, 1, h]          V tile, (head_dim, block_size) if v_transposed else (block_size, head_dim)
+
+    dtype is that of the stored K and V: the activations', or one of QUANTIZED_LIMITS. Then the pool is one of bytes,
+    and behind each tile's block_size * head_dim values of one byte stand the fp32 scales of its block_size positions:
+    4 * block_size bytes, in the machine's order. A value is what is stored times its position's scale.
     """
 
     num_layers: int
@@ -37,16 +51,32 @@ class KVLayout:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    k_transposed: bool = True
+    v_transposed: bool = False
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether tiles carry scales."""
+        return self.dtype in QUANTIZED_LIMITS
+
+    @property
+    def pool_dtype(self) -> torch.dtype:
+        """Dtype of a pool tensor."""
+        return torch.uint8 if self.is_quantized else self.dtype
+
+    @property
+    def tile_size(self) -> int:
+        """Items of `pool_dtype` of one tile: K or V of one block, layer and head, its scales included."""
+        return self.block_size * (self.head_dim + (_SCALE_BYTES if self.is_quantized else 0))
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of K and V of one block, over all layers."""
-        elements = 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_dim
-        return elements * self.dtype.itemsize
+        """Bytes of K and V of one block, over all layers, scales included."""
+        return 2 * self.num_layers * self.num_kv_heads * self.tile_size * self.pool_dtype.itemsize
 
     def pool_shape(self, num_blocks: int) -> tuple[int, int, int, int, int]:
         """Shape of a pool tensor of `num_blocks` blocks."""
-        return (num_blocks, self.num_layers, 2, self.num_kv_heads, self.block_size * self.head_dim)
+        return (num_blocks, self.num_layers, 2, self.num_kv_heads, self.tile_size)
 
     def layers(self, pool: Tensor) -> tuple[LayerKV, ...]:
         """The K and V views of every layer, no copy. To be made once for a pool: backends remember what they learn."""
@@ -54,21 +84,32 @@ class KVLayout:
 
     def layer(self, pool: Tensor, layer: int) -> LayerKV:
         """The K and V views of one layer, no copy."""
-        k = pool[:, layer, 0].unflatten(-1, (self.head_dim, self.block_size))
-        v = pool[:, layer, 1].unflatten(-1, (self.block_size, self.head_dim))
-        return LayerKV(k=k, v=v)
+        k_tiles, v_tiles = pool[:, layer, 0], pool[:, layer, 1]
+        values = self.block_size * self.head_dim
+        by_dim, by_position = (self.head_dim, self.block_size), (self.block_size, self.head_dim)
+        k = k_tiles[..., :values].view(self.dtype).unflatten(-1, by_dim if self.k_transposed else by_position)
+        v = v_tiles[..., :values].view(self.dtype).unflatten(-1, by_dim if self.v_transposed else by_position)
+        k = k if self.k_transposed else k.transpose(-1, -2)
+        v = v.transpose(-1, -2) if self.v_transposed else v
+        if not self.is_quantized:
+            return LayerKV(k=k, v=v)
+        k_scales, v_scales = (tiles[..., values:].view(torch.float32) for tiles in (k_tiles, v_tiles))
+        return LayerKV(k=k, v=v, k_scales=k_scales, v_scales=v_scales)
 
 
 @dataclass(frozen=True)
 class LayerKV:
-    """Paged K and V of one layer; strided views into the pool.
+    """Paged K and V of one layer; strided views into the pool, of these shapes whatever the layout.
 
-    k: (num_blocks, num_kv_heads, head_dim, block_size)
-    v: (num_blocks, num_kv_heads, block_size, head_dim)
+    k:                  (num_blocks, num_kv_heads, head_dim, block_size)
+    v:                  (num_blocks, num_kv_heads, block_size, head_dim)
+    k_scales, v_scales: (num_blocks, num_kv_heads, block_size) fp32 where K and V are quantized, otherwise None
     """
 
     k: Tensor
     v: Tensor
+    k_scales: Tensor | None = None
+    v_scales: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +123,8 @@ class AttentionBatch:
     query_starts: (S + 1,) int32, sequence s owns tokens query_starts[s]:query_starts[s + 1]
     context_lens: (S,) int32, tokens of the sequence whose K and V are in the cache once this pass has written its own
     block_tables: (S, max_blocks) int32, rows padded with 0
+    max_queries:  on the host, the most tokens that a sequence owns here, or a bound on it; None if it is not known, and
+                  then taken to be T. Lets a device choose its kernels without being waited for.
     """
 
     positions: Tensor
@@ -89,6 +132,7 @@ class AttentionBatch:
     query_starts: Tensor
     context_lens: Tensor
     block_tables: Tensor
+    max_queries: int | None = None
 
 
 class Linear(Protocol):
@@ -100,8 +144,8 @@ class Linear(Protocol):
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """`x @ weight.T + bias (+ residual)`.
 
-        x: (T, in_features); residual: (T, out_features) or None, not mutated. Returns a new (T, out_features) in the
-        dtype of x. Accumulates in fp32.
+        x: (T, in_features); residual: (T, out_features) or None, given up: the result may be written over it. Returns
+        (T, out_features) in the dtype of x. Accumulates in fp32.
         """
         ...
 
@@ -116,6 +160,7 @@ class Backend(Protocol):
     device: torch.device
     row_invariant: bool
     has_fast_int8: bool  # whether an `int8_linear` is faster than a `linear` of bfloat16
+    only_enqueues: bool  # whether no op waits for the device or looks at values there, as a CUDA graph needs it
 
     def describe(self) -> str:
         """The backend, where and how it computes and on how many threads, for people: "cpu (avx2, 4 threads)"."""
@@ -158,22 +203,74 @@ class Backend(Protocol):
         """
         ...
 
-    def write_kv(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
-        """Stores each token's K and V in its slot. Mutates kv.
+    def kv_layout(
+        self, *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> KVLayout:
+        """The layout of a pool of K and V that this backend reads fastest. See KVLayout for the arguments."""
+        ...
 
-        k, v: (T, num_kv_heads, head_dim), may be strided in dim 0; slots: (T,) int32, all different.
+    def write_kv(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
+        """Stores each token's K and V in its slot, quantized where kv has scales. Mutates kv.
+
+        k, v: (T, num_kv_heads, head_dim) of kv's dtype, or of any float dtype where kv is quantized, may be strided in
+        dim 0; slots: (T,) int32, all different.
+
+        Each token and head has one scale for K and one for V, the largest magnitude over the dtype's limit, 127 for
+        int8 and 448 for e4m3. Values are multiplied by the limit over the largest magnitude, rounded to fp32, and
+        rounded to the nearest stored value, ties to even. As in `int8_linear`,
+        what is below 2^-100 altogether becomes 0 with scale 0, and what holds a NaN or an infinity becomes 0 with scale
+        NaN. All of it in fp32, so that the stored bits are the same on every backend.
+        """
+        ...
+
+    def rotary_write_kv(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv: LayerKV,
+        slots: Tensor,
+        *,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """What stands between a layer's projections and its attention: `rms_norm` of every head of Q and K where there
+        are norms, `rotary` of both, and `write_kv`. Mutates kv, and may mutate qkv.
+
+        qkv: (T, num_heads + 2 * num_kv_heads, head_dim), may be strided in dim 0; positions, slots: (T,) int32;
+        cos_sin: see `rotary`; norms: the weights of Q and of K, (head_dim,) each, or None; eps: of the norms.
+        Returns the queries, (T, num_heads, head_dim), which may be a view of qkv.
         """
         ...
 
     def paged_attention(
-        self, q: Tensor, kv: LayerKV, batch: AttentionBatch, *, scale: float, sliding_window: int | None = None
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of every query token over its sequence's blocks (Kwon et al., SOSP 2023, section 4.1).
 
         q: (T, num_heads, head_dim), may be strided in dim 0; num_heads is a multiple of num_kv_heads and query heads
-        are grouped by KV head (Ainslie et al., GQA). A token at position p attends to positions
-        max(0, p - sliding_window + 1)..p. A sequence's tokens have consecutive positions; it may own none.
-        Softmax and accumulation in fp32. Returns a new contiguous (T, num_heads * head_dim) of q's dtype.
+        are grouped by KV head (Ainslie et al., GQA); of kv's dtype, or of any float dtype where kv is quantized. A
+        token at position p attends to positions max(0, p - sliding_window + 1)..p. A sequence's tokens have consecutive
+        positions; it may own none. Softmax and accumulation in fp32. Returns a new contiguous (T, num_heads * head_dim)
+        of q's dtype.
+
+        soft_cap: scores become soft_cap * tanh(score / soft_cap) once they are scaled (Gemma 2), or None. sinks:
+        (num_heads,) fp32, a further score of each query head that takes its share of the softmax and brings no value
+        (Xiao et al., StreamingLLM; gpt-oss), neither scaled nor capped, or None. A backend that offers one of them not
+        raises InvalidArgumentError.
+
+        Quantized K and V count as their stored values times their scales. A backend may bring the scales to the other
+        side, K's to a position's score and V's to its probability, before it rounds a probability to q's dtype; and it
+        may round each head's query to 16-bit integers of one scale, largest magnitude over 32,767, or to fp16 over a
+        power of two.
         """
         ...
 
@@ -197,16 +294,35 @@ class Backend(Protocol):
         """
         ...
 
-    def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    def least_kept(
+        self, logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    ) -> Tensor:
+        """The least logit that top-k, top-p and min-p keep in each row, for `gumbel_argmax`.
+
+        logits: (S, vocab) fp32, -inf for banned ids, not mutated; temperatures: (S,) fp32; top_k: (S,) int64, 0 for
+        all; top_p: (S,) fp32, 1 for all; min_p: (S,) fp32, 0 for all. They hold in this order: top-p is a share of what
+        top-k leaves, of probabilities at the row's temperature; min-p is a share of the likeliest token's. What equals
+        the least is kept too, so that the order of equals never matters, and the likeliest is always kept.
+
+        Returns (S,) fp32, -inf for rows that keep all and for those at temperature 0. Masses are sums in at least fp32,
+        so that where one meets its share within rounding, backends may differ by a token.
+        """
+        ...
+
+    def gumbel_argmax(
+        self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, least: Tensor | None = None
+    ) -> Tensor:
         """Samples one id a row: arg max of (logits - max) / temperature + Gumbel noise (the Gumbel-max trick).
 
         logits: (S, vocab) fp32, -inf for banned ids, not mutated; temperatures: (S,) fp32, 0 means plain arg max of the
-        logits; seeds: (S,) int64, the 64 bits of the key, low word first; positions: (S,) int64. Ties go to the lowest
-        id. The noise of id v is drawn from Philox4x32-10 (Salmon et al., SC 2011) with key = seed and counter =
-        (v // 4, 0, position low, position high), lane v % 4: u = (word >> 8) * 2^-24 + 2^-25, exactly (in fp32 the
-        largest would round to 1 and its noise be infinite), noise = -log(-log(u)), rounded to fp32.
+        logits; seeds: (S,) int64, the 64 bits of the key, low word first; positions: (S,) int64; least: (S,) fp32, a
+        row's logits below it count as -inf, or None. Ties go to the lowest id. The noise of id v is drawn from
+        Philox4x32-10 (Salmon et al., SC 2011) with key = seed and counter = (v // 4, 0, position low, position high),
+        lane v % 4: u = (word >> 8) * 2^-24 + 2^-25, exactly (in fp32 the largest would round to 1 and its noise be
+        infinite), noise = -log(-log(u)), rounded to fp32.
 
-        Returns (S,) int64; -1 for a row that has a NaN, a +inf or nothing but -inf, so that its sequence alone fails.
+        Returns (S,) int64; -1 for a row that has a NaN, a +inf or nothing but -inf, so that its sequence alone fails. A
+        temperature that is negative or NaN raises, or gives -1 where the backend `only_enqueues`.
         """
         ...
 
@@ -216,5 +332,15 @@ class Backend(Protocol):
         logits: (S, vocab) fp32; rows: (n,) int64, all different; masks: (n, words) int32 with at least vocab / 32
         words, in which bit v % 32 of word v // 32, the lowest first, stands for id v. Bits beyond the vocabulary are
         not looked at.
+        """
+        ...
+
+    def advance_decode(self, state: DecodeState, columns: DecodeColumns, inputs: DecodeInputs) -> None:
+        """Makes a decode step's inputs out of the plan's columns and what the device remembers (`decode_state`).
+
+        Brings the new blocks into the rows of state.block_tables, then fills the first B lanes of the inputs: a lane
+        of a sequence gets its token (the state's last one for FROM_STATE), position, context (position + 1), slot and
+        block table, of which entries beyond its blocks are anything; a lane of PADDING gets token 0 at position 0 with
+        a context of 1 in the scratch block, and slot lane % block_size of it. Mutates state and inputs.
         """
         ...
