@@ -24,7 +24,7 @@ SERVED_BY := OCTAVO_PYTHON=$(abspath $(BIN)/python)
 ECOSYSTEM := -m pytest --confcutdir tests/ecosystem -o asyncio_default_test_loop_scope=session tests/ecosystem
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev serve test test-full test-ecosystem test-ecosystem-heavy simulate check format proto proto-clients bench bench-peers bench-paging bench-prefix bench-structured bench-router bench-scale up clean
+.PHONY: help setup setup-dev serve test test-full test-ecosystem test-ecosystem-heavy simulate check format proto proto-clients bench bench-peers bench-paging bench-prefix bench-structured bench-router bench-scale bench-gpu roofline kernels-table up clean
 
 help: ## Shows the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
@@ -98,6 +98,15 @@ bench-router: $(VENV)/.runtime ## Measures the router alone, against a worker th
 
 bench-scale: $(VENV)/.runtime ## Measures how times grow with waiting requests, with the context and with the batch.
 	$(BIN)/python benchmarks/bench_scale.py $(ARGS)
+
+bench-gpu: ## Measures kernels, a model and swap on a GPU, beside transformers. PYTHON is one with torch, triton and transformers. ARGS="--out DIR"
+	$(PYTHON) benchmarks/bench_gpu.py $(ARGS)
+
+roofline: $(VENV)/.runtime ## Computes the floor of a model's steps on a device. ARGS="llama-3-8b --device h200"
+	@$(BIN)/python benchmarks/roofline.py $(ARGS)
+
+kernels-table: $(VENV)/.dev ## Compiles the GPU kernels, without a GPU, and prints registers, shared memory and spills. ARGS="--op rms_norm"
+	$(BIN)/python -m octavo_kernels.triton.compile_table $(ARGS)
 
 up: ## Builds the images and starts router and worker in containers.
 	@if docker compose version >/dev/null 2>&1; then docker compose up --build $(ARGS); else docker-compose up --build $(ARGS); fi

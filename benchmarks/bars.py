@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 _WIDTH, _LEFT, _RIGHT, _TOP = 720, 24, 96, 56
 _BAR, _GAP, _TITLE, _SPACE = 22, 4, 24, 22
 _OTHERS = ("#d5d9df", "#9aa3af", "#6b7480", "#bfc6cf", "#4a525c")
-_OURS = ("#2f6fb3", "#8db4de")
+_OURS = ("#2f6fb3", "#8db4de", "#1d8a6b", "#86cdb7")
 _TEXT = 'font-family="Helvetica, Arial, sans-serif" fill="#24292f"'
 
 
@@ -29,7 +29,7 @@ class Chart:
 
 def write_bars(path: Path, names: Sequence[str], charts: Sequence[Chart], *, num_highlighted: int = 1) -> None:
     """Writes the charts below each other, each with a scale of its own, under a legend with the names of the bars.
-    The last of them, at most two, are highlighted; five others fit.
+    The last of them, at most four, are highlighted; five others fit.
     """
     colors = [*_OTHERS[: len(names) - num_highlighted], *_OURS[:num_highlighted]]
     height = _TOP + sum(chart.height for chart in charts)

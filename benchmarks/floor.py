@@ -1,8 +1,8 @@
 """The time below which no step can go on a machine: what it must read, and what it must multiply.
 
-The machine's rates are measured, not looked up: memory by summing an array too large for any cache, arithmetic by a
-product of square matrices, both by torch on all cores that the worker takes. Compare them with each other, not with a
-data sheet.
+What is counted, and what not, is in docs/roofline.md. A CPU's rates are measured here, not looked up: memory by summing
+an array too large for any cache, arithmetic by a product of square matrices, both by torch on all cores that the worker
+takes. Compare them with each other, not with a data sheet.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from octavo_worker.loaders.config import DTYPE_BYTES, ModelConfig
 _ARRAY_BYTES = 512 << 20
 _MATRIX_SIZE = 2048
 _TRIES = 20
+
+KV_DTYPE_BYTES = {**DTYPE_BYTES, "int8": 1, "fp8": 1}
+"""Bytes of one stored number of K or V."""
 
 
 @dataclass(frozen=True)
@@ -71,26 +74,97 @@ def _best_s(work: Callable[[], object], num_tries: int) -> float:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a step must do at least.
+
+    weight_bytes, kv_bytes: to be moved; linear_flops, attention_flops: to be computed, a multiplication and an addition
+    being two.
+    """
+
+    weight_bytes: float
+    kv_bytes: float
+    linear_flops: float
+    attention_flops: float
+
+    def memory_s(self, rates: Rates) -> float:
+        """Seconds of moving alone."""
+        return (self.weight_bytes + self.kv_bytes) / rates.bytes_per_s
+
+    def compute_s(self, rates: Rates) -> float:
+        """Seconds of computing alone."""
+        return (self.linear_flops + self.attention_flops) / rates.flops_per_s
+
+    def floor_s(self, rates: Rates) -> float:
+        """Seconds of the longer of both: not even a step that overlaps them all goes below."""
+        return max(self.memory_s(rates), self.compute_s(rates))
+
+
+@dataclass(frozen=True)
 class Floor:
-    """The least time of a decode step of a model on a machine. weight_bytes: of one weight of a linear layer."""
+    """The least time of a model's steps on a machine.
+
+    weight_bytes: of one weight of a linear layer, scales included; kv_dtype: of stored K and V, "" for dtype.
+    """
 
     config: ModelConfig
     dtype: str
     weight_bytes: float
     rates: Rates
+    kv_dtype: str = ""
+
+    @property
+    def num_body_weights(self) -> int:
+        """Weights that every token of a step is multiplied with: all but embeddings, norms and the head."""
+        c = self.config
+        attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
+        return c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size)
 
     @property
     def num_weights(self) -> int:
         """Weights that a step multiplies with: all but the embeddings, which a token only looks up, and norms."""
+        return self.num_body_weights + self.config.vocab_size * self.config.hidden_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V of one token over all layers, with a scale of 4 bytes a head where they have 8 bits."""
+        c, size = self.config, KV_DTYPE_BYTES[self.kv_dtype or self.dtype]
+        return 2 * c.num_layers * c.num_kv_heads * (c.head_dim * size + (4 if size == 1 else 0))
+
+    def decode(self, num_sequences: int, context: int) -> Work:
+        """One token of each of so many sequences with so many tokens before it."""
         c = self.config
-        attention = c.hidden_size * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-        return c.num_layers * (attention + 3 * c.hidden_size * c.intermediate_size) + c.vocab_size * c.hidden_size
+        seen = [min(context, window or context) for window in c.sliding_windows]
+        return Work(
+            weight_bytes=self.num_weights * self.weight_bytes,
+            kv_bytes=num_sequences * self.kv_bytes_per_token / c.num_layers * sum(seen),
+            linear_flops=2 * num_sequences * self.num_weights,
+            attention_flops=4 * num_sequences * c.num_heads * c.head_dim * sum(seen),
+        )
+
+    def prefill(self, num_tokens: int) -> Work:
+        """A prompt in one step, which gives the logits of its last token. K and V are written, and read once."""
+        c = self.config
+        pairs = sum(_num_pairs(num_tokens, window) for window in c.sliding_windows)
+        return Work(
+            weight_bytes=self.num_weights * self.weight_bytes,
+            kv_bytes=2 * num_tokens * self.kv_bytes_per_token,
+            linear_flops=2 * (num_tokens * self.num_body_weights + c.vocab_size * c.hidden_size),
+            attention_flops=4 * c.num_heads * c.head_dim * pairs,
+        )
 
     def step_s(self, num_sequences: int, context: int) -> float:
-        """Seconds for one token of each of so many sequences with so many tokens before it."""
+        """Seconds of `decode`."""
+        return self.decode(num_sequences, context).floor_s(self.rates)
+
+    def memory_bytes(self, num_sequences: int, context: int) -> float:
+        """Bytes that weights, embeddings and the KV of so many sequences of so many tokens take."""
         c = self.config
-        kv_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * DTYPE_BYTES[self.dtype] * context
-        num_bytes = self.num_weights * self.weight_bytes + num_sequences * kv_bytes
-        attention_flops = 4 * c.num_layers * c.num_heads * c.head_dim * context
-        flops = num_sequences * (2 * self.num_weights + attention_flops)
-        return max(num_bytes / self.rates.bytes_per_s, flops / self.rates.flops_per_s)
+        embeddings = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size * DTYPE_BYTES[self.dtype]
+        weights = self.num_weights * self.weight_bytes + embeddings
+        return weights + num_sequences * context * self.kv_bytes_per_token
+
+
+def _num_pairs(num_tokens: int, window: int | None) -> int:
+    """Pairs of a token and one that it attends to, itself included, in a prompt."""
+    full = min(num_tokens, window or num_tokens)
+    return full * (full + 1) // 2 + (num_tokens - full) * full

@@ -30,41 +30,57 @@ __all__ = [
     "load_backend",
 ]
 
-_BACKENDS = ("cpu", "reference")
+_BACKENDS = ("cpu", "triton", "reference")
 _log = logging.getLogger(__name__)
 
 
 def available_backends() -> dict[str, str | None]:
     """Every backend's name, with None where it runs on this machine and otherwise the reason why it does not."""
-    from octavo_kernels.cpu.library import why_unavailable
-
-    return {"cpu": why_unavailable(), "reference": None}
+    devices = {"cpu": "cpu", "triton": "cuda", "reference": "cpu"}
+    return {name: _why_unavailable(name, torch.device(device)) for name, device in devices.items()}
 
 
 def load_backend(name: str = "auto", *, device: torch.device | str = "cpu", num_threads: int | None = None) -> Backend:
     """Creates the named backend.
 
-    name: "cpu" (native, CPU only), "reference" (plain torch, any device), or "auto": the native one where it runs and
-    otherwise the reference, with a warning in the log that says why. num_threads: threads of the native backend; None
-    means the physical cores that this process may use.
+    name: "cpu" (native, CPU only), "triton" (CUDA; the CPU where Triton interprets, for tests), "reference" (plain
+    torch, any device), or "auto": the one that was made for the device where it runs and otherwise the reference, with
+    a warning in the log that says why. num_threads: threads of the native backend; None means the physical cores that
+    this process may use.
 
     Raises BackendUnavailableError for an unknown name, or for a backend asked for by name that cannot run here.
     """
     device = torch.device(device)
     if name not in ("auto", *_BACKENDS):
         raise BackendUnavailableError(f"unknown backend {name!r}; choose one of auto, {', '.join(_BACKENDS)}")
-    if name != "reference":
-        if device.type == "cpu":
-            reason = available_backends()["cpu"]
-        else:
-            reason = f"it computes on the CPU and the device is {device}"
-        if reason is None:
-            from octavo_kernels.cpu.backend import CpuBackend
+    wanted = name if name != "auto" else "cpu" if device.type == "cpu" else "triton"
+    reason = _why_unavailable(wanted, device)
+    if reason is not None:
+        if name != "auto":
+            raise BackendUnavailableError(f"the {name} backend cannot be used: {reason}")
+        _log.warning("using the slower reference backend: the %s backend cannot be used: %s", wanted, reason)
+        wanted = "reference"
+    if wanted == "cpu":
+        from octavo_kernels.cpu.backend import CpuBackend
 
-            return CpuBackend(num_threads=num_threads)
-        if name == "cpu":
-            raise BackendUnavailableError(f"the cpu backend cannot be used: {reason}")
-        _log.warning("using the slower reference backend: the cpu backend cannot be used: %s", reason)
+        return CpuBackend(num_threads=num_threads)
+    if wanted == "triton":
+        from octavo_kernels.triton.backend import TritonBackend
+
+        return TritonBackend(device)
     from octavo_kernels.reference import ReferenceBackend
 
     return ReferenceBackend(device)
+
+
+def _why_unavailable(name: str, device: torch.device) -> str | None:
+    """Why the named backend cannot compute on a device of this machine, or None."""
+    if name == "cpu":
+        from octavo_kernels.cpu.library import why_unavailable
+
+        return why_unavailable() if device.type == "cpu" else f"it computes on the CPU and the device is {device}"
+    if name == "triton":
+        from octavo_kernels.triton import why_unavailable as why_triton_unavailable
+
+        return why_triton_unavailable(device)
+    return None

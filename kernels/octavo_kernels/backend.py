@@ -15,14 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
+from octavo_kernels.errors import InvalidArgumentError
 from octavo_kernels.int4 import Int4Weight
 
-QUANTIZED_LIMITS: Mapping[torch.dtype, float] = MappingProxyType({torch.int8: 127.0})
+if TYPE_CHECKING:
+    from octavo_kernels.decode_state import DecodeColumns, DecodeInputs, DecodeState
+
+QUANTIZED_LIMITS: Mapping[torch.dtype, float] = MappingProxyType({torch.int8: 127.0, torch.float8_e4m3fn: 448.0})
 """Dtypes that K and V can be quantized to, with the stored value that a scale's largest magnitude becomes."""
 _SCALE_BYTES = torch.float32.itemsize
 
@@ -32,12 +36,13 @@ class KVLayout:
     """Shape of the paged KV pool.
 
     The pool is block-major: everything one block holds, for all layers, is contiguous, so that copying or swapping
-    a block is one move. Within a layer K is stored transposed (`head_dim` before the position in the block), so that
-    scores of consecutive positions are computed in consecutive lanes; V is stored position by position.
+    a block is one move. A tile is stored position by position, or transposed (`head_dim` before the position in the
+    block), as `Backend.kv_layout` chooses for K and for V: on a CPU K is transposed, so that scores of consecutive
+    positions are computed in consecutive lanes.
 
         pool                      (num_blocks, num_layers, 2, num_kv_heads, tile_size) of pool_dtype
-        pool[b, l, 0, h]          K tile, (head_dim, block_size)
-        pool[b, l, 1, h]          V tile, (block_size, head_dim)
+        pool[b, l, 0, h]          K tile, (head_dim, block_size) if k_transposed else (block_size, head_dim)
+        pool[b, l, 1, h]          V tile, (head_dim, block_size) if v_transposed else (block_size, head_dim)
 
     dtype is that of the stored K and V: the activations', or one of QUANTIZED_LIMITS. Then the pool is one of bytes,
     and behind each tile's block_size * head_dim values of one byte stand the fp32 scales of its block_size positions:
@@ -49,6 +54,8 @@ class KVLayout:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    k_transposed: bool = True
+    v_transposed: bool = False
 
     @property
     def is_quantized(self) -> bool:
@@ -82,8 +89,11 @@ class KVLayout:
         """The K and V views of one layer, no copy."""
         k_tiles, v_tiles = pool[:, layer, 0], pool[:, layer, 1]
         values = self.block_size * self.head_dim
-        k = k_tiles[..., :values].view(self.dtype).unflatten(-1, (self.head_dim, self.block_size))
-        v = v_tiles[..., :values].view(self.dtype).unflatten(-1, (self.block_size, self.head_dim))
+        by_dim, by_position = (self.head_dim, self.block_size), (self.block_size, self.head_dim)
+        k = k_tiles[..., :values].view(self.dtype).unflatten(-1, by_dim if self.k_transposed else by_position)
+        v = v_tiles[..., :values].view(self.dtype).unflatten(-1, by_dim if self.v_transposed else by_position)
+        k = k if self.k_transposed else k.transpose(-1, -2)
+        v = v.transpose(-1, -2) if self.v_transposed else v
         if not self.is_quantized:
             return LayerKV(k=k, v=v)
         k_scales, v_scales = (tiles[..., values:].view(torch.float32) for tiles in (k_tiles, v_tiles))
@@ -92,7 +102,7 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """Paged K and V of one layer; strided views into the pool.
+    """Paged K and V of one layer; strided views into the pool, of these shapes whatever the layout.
 
     k:                  (num_blocks, num_kv_heads, head_dim, block_size)
     v:                  (num_blocks, num_kv_heads, block_size, head_dim)
@@ -116,6 +126,8 @@ class AttentionBatch:
     query_starts: (S + 1,) int32, sequence s owns tokens query_starts[s]:query_starts[s + 1]
     context_lens: (S,) int32, tokens of the sequence whose K and V are in the cache once this pass has written its own
     block_tables: (S, max_blocks) int32, rows padded with 0
+    max_queries:  on the host, the most tokens that a sequence owns here, or a bound on it; None if it is not known, and
+                  then taken to be T. Lets a device choose its kernels without being waited for.
     """
 
     positions: Tensor
@@ -123,6 +135,7 @@ class AttentionBatch:
     query_starts: Tensor
     context_lens: Tensor
     block_tables: Tensor
+    max_queries: int | None = None
 
 
 class Linear(Protocol):
@@ -134,8 +147,9 @@ class Linear(Protocol):
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """`x @ weight.T + bias (+ residual)`.
 
-        x: (T, in_features); residual: (T, out_features) or None, not mutated, and None where the layer's out_dtype is
-        not x's dtype. Returns a new (T, out_features) in the layer's out_dtype. Accumulates in fp32.
+        x: (T, in_features); residual: (T, out_features) or None, given up: the result may be written over it; None
+        where the layer's out_dtype is not x's dtype. Returns (T, out_features) in the layer's out_dtype. Accumulates in
+        fp32.
         """
         ...
 
@@ -192,6 +206,14 @@ class DecoderLayers(Protocol):
         ...
 
 
+def results_dtype(out_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a linear layer's results: out_dtype, or that of its activations for None. Raises
+    InvalidArgumentError for one that no layer gives."""
+    if out_dtype not in (None, dtype, torch.float32):
+        raise InvalidArgumentError(f"out_dtype is {out_dtype}; it must be {dtype} or torch.float32")
+    return out_dtype or dtype
+
+
 class Backend(Protocol):
     """The ops a worker needs. All tensors live on `device`; activations share one dtype unless said otherwise.
 
@@ -202,6 +224,7 @@ class Backend(Protocol):
     device: torch.device
     row_invariant: bool
     has_fast_int8: bool  # whether an `int8_linear` is faster than a `linear` of bfloat16
+    only_enqueues: bool  # whether no op waits for the device or looks at values there, as a CUDA graph needs it
 
     def describe(self) -> str:
         """The backend, where and how it computes and on how many threads, for people: "cpu (avx2, 4 threads)"."""
@@ -280,21 +303,56 @@ class Backend(Protocol):
         """
         ...
 
+    def kv_layout(
+        self, *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> KVLayout:
+        """The layout of a pool of K and V that this backend reads fastest. See KVLayout for the arguments."""
+        ...
+
     def write_kv(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
         """Stores each token's K and V in its slot, quantized where kv has scales. Mutates kv.
 
         k, v: (T, num_kv_heads, head_dim) of kv's dtype, or of any float dtype where kv is quantized, may be strided in
         dim 0; slots: (T,) int32, all different.
 
-        Each token and head has one scale for K and one for V, the largest magnitude over 127 (for int8). Values are
-        multiplied by 127 over the largest magnitude, rounded to fp32, and rounded to nearest even. As in `int8_linear`,
+        Each token and head has one scale for K and one for V, the largest magnitude over the dtype's limit, 127 for
+        int8 and 448 for e4m3. Values are multiplied by the limit over the largest magnitude, rounded to fp32, and
+        rounded to the nearest stored value, ties to even. As in `int8_linear`,
         what is below 2^-100 altogether becomes 0 with scale 0, and what holds a NaN or an infinity becomes 0 with scale
         NaN. All of it in fp32, so that the stored bits are the same on every backend.
         """
         ...
 
+    def rotary_write_kv(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv: LayerKV,
+        slots: Tensor,
+        *,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """What stands between a layer's projections and its attention: `rms_norm` of every head of Q and K where there
+        are norms, `rotary` of both, and `write_kv`. Mutates kv, and may mutate qkv.
+
+        qkv: (T, num_heads + 2 * num_kv_heads, head_dim), may be strided in dim 0; positions, slots: (T,) int32;
+        cos_sin: see `rotary`; norms: the weights of Q and of K, (head_dim,) each, or None; eps: of the norms.
+        Returns the queries, (T, num_heads, head_dim), which may be a view of qkv.
+        """
+        ...
+
     def paged_attention(
-        self, q: Tensor, kv: LayerKV, batch: AttentionBatch, *, scale: float, sliding_window: int | None = None
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of every query token over its sequence's blocks (Kwon et al., SOSP 2023, section 4.1).
 
@@ -303,6 +361,11 @@ class Backend(Protocol):
         token at position p attends to positions max(0, p - sliding_window + 1)..p. A sequence's tokens have consecutive
         positions; it may own none. Softmax and accumulation in fp32. Returns a new contiguous (T, num_heads * head_dim)
         of q's dtype.
+
+        soft_cap: scores become soft_cap * tanh(score / soft_cap) once they are scaled (Gemma 2), or None. sinks:
+        (num_heads,) fp32, a further score of each query head that takes its share of the softmax and brings no value
+        (Xiao et al., StreamingLLM; gpt-oss), neither scaled nor capped, or None. A backend that offers one of them not
+        raises InvalidArgumentError.
 
         Quantized K and V count as their stored values times their scales. A backend may bring the scales to the other
         side, K's to a position's score and V's to its probability, and round what it multiplies the stored values by:
@@ -331,16 +394,33 @@ class Backend(Protocol):
         """
         ...
 
-    def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    def least_kept(self, logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+        """The least logit that top-k, top-p and min-p keep in each row, for `gumbel_argmax`.
+
+        logits: (S, vocab) fp32, -inf for banned ids, not mutated; temperatures: (S,) fp32; top_k: (S,) int64, 0 for
+        all; top_p: (S,) fp32, 1 for all; min_p: (S,) fp32, 0 for all. They hold in this order: top-p is a share of what
+        top-k leaves, of probabilities at the row's temperature; min-p is a share of the likeliest token's. What equals
+        the least is kept too, so that the order of equals never matters, and the likeliest is always kept.
+
+        Returns (S,) fp32, -inf for rows that keep all and for those at temperature 0. Masses are sums in at least fp32,
+        so that where one meets its share within rounding, backends may differ by a token.
+        """
+        ...
+
+    def gumbel_argmax(
+        self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, least: Tensor | None = None
+    ) -> Tensor:
         """Samples one id a row: arg max of (logits - max) / temperature + Gumbel noise (the Gumbel-max trick).
 
         logits: (S, vocab) fp32, -inf for banned ids, not mutated; temperatures: (S,) fp32, 0 means plain arg max of the
-        logits; seeds: (S,) int64, the 64 bits of the key, low word first; positions: (S,) int64. Ties go to the lowest
-        id. The noise of id v is drawn from Philox4x32-10 (Salmon et al., SC 2011) with key = seed and counter =
-        (v // 4, 0, position low, position high), lane v % 4: u = (word >> 8) * 2^-24 + 2^-25, exactly (in fp32 the
-        largest would round to 1 and its noise be infinite), noise = -log(-log(u)), rounded to fp32.
+        logits; seeds: (S,) int64, the 64 bits of the key, low word first; positions: (S,) int64; least: (S,) fp32, a
+        row's logits below it count as -inf, or None. Ties go to the lowest id. The noise of id v is drawn from
+        Philox4x32-10 (Salmon et al., SC 2011) with key = seed and counter = (v // 4, 0, position low, position high),
+        lane v % 4: u = (word >> 8) * 2^-24 + 2^-25, exactly (in fp32 the largest would round to 1 and its noise be
+        infinite), noise = -log(-log(u)), rounded to fp32.
 
-        Returns (S,) int64; -1 for a row that has a NaN, a +inf or nothing but -inf, so that its sequence alone fails.
+        Returns (S,) int64; -1 for a row that has a NaN, a +inf or nothing but -inf, so that its sequence alone fails. A
+        temperature that is negative or NaN raises, or gives -1 where the backend `only_enqueues`.
         """
         ...
 
@@ -350,5 +430,15 @@ class Backend(Protocol):
         logits: (S, vocab) fp32; rows: (n,) int64, all different; masks: (n, words) int32 with at least vocab / 32
         words, in which bit v % 32 of word v // 32, the lowest first, stands for id v. Bits beyond the vocabulary are
         not looked at.
+        """
+        ...
+
+    def advance_decode(self, state: DecodeState, columns: DecodeColumns, inputs: DecodeInputs) -> None:
+        """Makes a decode step's inputs out of the plan's columns and what the device remembers (`decode_state`).
+
+        Brings the new blocks into the rows of state.block_tables, then fills the first B lanes of the inputs: a lane
+        of a sequence gets its token (the state's last one for FROM_STATE), position, context (position + 1), slot and
+        block table, of which entries beyond its blocks are anything; a lane of PADDING gets token 0 at position 0 with
+        a context of 1 in the scratch block, and slot lane % block_size of it. Mutates state and inputs.
         """
         ...

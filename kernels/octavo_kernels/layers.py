@@ -47,16 +47,7 @@ class ComposedLayers:
     ) -> Tensor:
         """Rotates queries and keys, stores K and V, attends. qkv: (T, (heads + 2 * KV heads) * head_dim), mutated."""
         ops, shape = self._ops, self._shape
-        heads, kv_heads = shape.num_heads, shape.num_kv_heads
-        by_head = qkv.view(-1, heads + 2 * kv_heads, shape.head_dim)
-        v = by_head[:, heads + kv_heads :]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = ops.rms_norm(by_head[:, :heads], layer.q_norm, shape.norm_eps)
-            k = ops.rms_norm(by_head[:, heads : heads + kv_heads], layer.k_norm, shape.norm_eps)
-            ops.rotary(q, positions, cos_sin)
-            ops.rotary(k, positions, cos_sin)
-        else:
-            ops.rotary(by_head[:, : heads + kv_heads], positions, cos_sin)
-            q, k = by_head[:, :heads], by_head[:, heads : heads + kv_heads]
-        ops.write_kv(k, v, kv, batch.slots)
+        by_head = qkv.view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        norms = None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
+        q = ops.rotary_write_kv(by_head, positions, cos_sin, kv, batch.slots, norms=norms, eps=shape.norm_eps)
         return ops.paged_attention(q, kv, batch, scale=shape.scale, sliding_window=layer.sliding_window)

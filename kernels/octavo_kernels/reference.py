@@ -7,12 +7,24 @@ serves where nothing faster runs. Not row-invariant: torch picks the order of a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from octavo_kernels.backend import AttentionBatch, DecoderLayer, DecoderShape, LayerKV
+from octavo_kernels.backend import (
+    QUANTIZED_LIMITS,
+    AttentionBatch,
+    DecoderLayer,
+    DecoderShape,
+    KVLayout,
+    LayerKV,
+    results_dtype,
+)
+from octavo_kernels.composed import rotary_write_kv
+from octavo_kernels.decode_state import DecodeColumns, DecodeInputs, DecodeState, advance_decode
 from octavo_kernels.errors import InvalidArgumentError
+from octavo_kernels.filters import least_kept, without_least
 from octavo_kernels.int4 import GROUP, Int4Weight
 from octavo_kernels.layers import ComposedLayers
 from octavo_kernels.philox import gumbel_noise
@@ -25,12 +37,6 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype is torch.float64 else x.to(torch.float32)
 
 
-def _results_dtype(out_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype:
-    if out_dtype not in (None, dtype, torch.float32):
-        raise InvalidArgumentError(f"out_dtype is {out_dtype}; it must be {dtype} or torch.float32")
-    return out_dtype or dtype
-
-
 class ReferenceLinear:
     """A linear layer over a widened copy of its weights."""
 
@@ -41,7 +47,7 @@ class ReferenceLinear:
                 "(out_features, in_features) and (out_features,) are needed"
             )
         self.out_features, self.in_features = weight.shape
-        self._dtype, self._out_dtype = weight.dtype, _results_dtype(out_dtype, weight.dtype)
+        self._dtype, self._out_dtype = weight.dtype, results_dtype(out_dtype, weight.dtype)
         self._weight = _wide(weight)
         self._bias = None if bias is None else _wide(bias)
 
@@ -82,7 +88,7 @@ class ReferenceInt8Linear:
             raise InvalidArgumentError(f"group is {group}; it must be a multiple of 64")
         self.out_features, self.in_features = weight.shape
         self._dtype, self._group = dtype, group or self.in_features
-        self._out_dtype = _results_dtype(out_dtype, dtype)
+        self._out_dtype = results_dtype(out_dtype, dtype)
         integers, scales = quantize_rows(weight.to(torch.float32), self.in_features)
         self._weight, self._scales = integers.squeeze(1), scales.squeeze(1)
         self._bias = None if bias is None else bias.to(torch.float32)
@@ -122,7 +128,7 @@ class ReferenceInt4Linear:
         self.out_features, self.in_features = weight.integers.shape
         if bias is not None and bias.shape != (self.out_features,):
             raise InvalidArgumentError(f"bias has shape {tuple(bias.shape)}; ({self.out_features},) is needed")
-        self._dtype, self._out_dtype = dtype, _results_dtype(out_dtype, dtype)
+        self._dtype, self._out_dtype = dtype, results_dtype(out_dtype, dtype)
         self._integers = weight.integers.double()
         self._scales, self._minimums = weight.scales.float().T, weight.minimums.float().T  # (groups, out_features)
         self._bias = None if bias is None else bias.to(torch.float32)
@@ -158,14 +164,19 @@ def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     x: (rows, n) fp32. Returns (rows, groups, group) float64 with values in -127..127, zero behind n, and (rows, groups)
     fp32.
     """
+    values, scales = _scale_rows(x, group, 127.0)
+    return values.round().double(), scales
+
+
+def _scale_rows(x: Tensor, group: int, limit: float) -> tuple[Tensor, Tensor]:
+    """Every group of each row brought to the largest magnitude `limit`, not yet rounded; shapes as `quantize_rows`."""
     groups = torch.nn.functional.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
     magnitude = groups.abs().amax(dim=-1)
     is_finite, is_zero = magnitude.isfinite(), magnitude < 2.0**-100
-    largest = torch.full_like(magnitude, 127.0)  # a number over a tensor would be a reciprocal and a product
+    largest = torch.full_like(magnitude, limit)  # a number over a tensor would be a reciprocal and a product
     scales = (magnitude / largest).masked_fill(is_zero, 0.0).masked_fill(~is_finite, float("nan"))
     inverse = (largest / magnitude).masked_fill(is_zero | ~is_finite, 0.0)
-    integers = (groups * inverse.unsqueeze(-1)).round().masked_fill(~is_finite.unsqueeze(-1), 0.0)
-    return integers.double(), scales
+    return (groups * inverse.unsqueeze(-1)).masked_fill(~is_finite.unsqueeze(-1), 0.0), scales
 
 
 class ReferenceBackend:
@@ -174,6 +185,7 @@ class ReferenceBackend:
     name = "reference"
     row_invariant = False
     has_fast_int8 = False
+    only_enqueues = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -231,22 +243,54 @@ class ReferenceBackend:
         a, b = _wide(x[..., :rotary_dim]).chunk(2, dim=-1)
         x[..., :rotary_dim] = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
+    def kv_layout(
+        self, *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> KVLayout:
+        return KVLayout(num_layers, num_kv_heads, head_dim, block_size, dtype)
+
     def write_kv(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
         num_blocks, block_size = kv.k.shape[0], kv.k.shape[3]
         _check_range("slot", slots, num_blocks * block_size)
         blocks, offsets = slots.long() // block_size, slots.long() % block_size
         if kv.k_scales is not None and kv.v_scales is not None:
-            k, kv.k_scales[blocks, :, offsets] = _quantize_heads(k)
-            v, kv.v_scales[blocks, :, offsets] = _quantize_heads(v)
-        kv.k[blocks, :, :, offsets] = k
-        kv.v[blocks, :, offsets] = v
+            k, kv.k_scales[blocks, :, offsets] = _quantize_heads(k, kv.k.dtype)
+            v, kv.v_scales[blocks, :, offsets] = _quantize_heads(v, kv.v.dtype)
+        stored_k, stored_v = (x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x for x in (kv.k, kv.v))
+        stored_k[blocks, :, :, offsets] = k
+        stored_v[blocks, :, offsets] = v
+
+    def rotary_write_kv(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv: LayerKV,
+        slots: Tensor,
+        *,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        return rotary_write_kv(self, qkv, positions, cos_sin, kv, slots, norms, eps)
 
     def paged_attention(
-        self, q: Tensor, kv: LayerKV, batch: AttentionBatch, *, scale: float, sliding_window: int | None = None
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if sliding_window is not None and sliding_window < 1:
             raise InvalidArgumentError(f"sliding_window is {sliding_window}; it must be at least 1, or None")
+        if soft_cap is not None and not soft_cap > 0:
+            raise InvalidArgumentError(f"soft_cap is {soft_cap}; it must be positive, or None")
+        if sinks is not None and sinks.shape != q.shape[1:2]:
+            raise InvalidArgumentError(f"sinks has shape {tuple(sinks.shape)}; ({q.shape[1]},) is needed")
         _check_range("block", batch.block_tables, kv.k.shape[0])
+        softmax = _Softmax(scale, sliding_window, soft_cap, sinks)
         tokens, heads, head_dim = q.shape
         out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
         # Every sequence's first tokens together, then the next ones of those that have more: decodes are not padded
@@ -256,7 +300,7 @@ class ReferenceBackend:
             counts = batch.query_starts[1:] - batch.query_starts[:-1]
             active = torch.nonzero(counts > begin).flatten()
             for sequences in active.split(_sequences_at_once(q, kv, batch, end - begin)):
-                _attend(q, kv, batch, sequences, begin, end, scale, sliding_window, out)
+                _attend(q, kv, batch, sequences, begin, end, softmax, out)
         return out.flatten(1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -272,12 +316,18 @@ class ReferenceBackend:
         if source.device == target.device:
             target[target_blocks.to(target.device)] = source[source_blocks.to(source.device)]
             return
-        for first, to, count in _runs(source_blocks.tolist(), target_blocks.tolist()):
+        for first, to, count in runs(source_blocks.tolist(), target_blocks.tolist()):
             target[to : to + count].copy_(source[first : first + count], non_blocking=True)
 
-    def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    def least_kept(self, logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+        return least_kept(logits, temperatures, top_k, top_p, min_p)
+
+    def gumbel_argmax(
+        self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, least: Tensor | None = None
+    ) -> Tensor:
         if bool((~(temperatures >= 0)).any()):
             raise InvalidArgumentError(f"temperatures are {temperatures.tolist()}; none may be negative or NaN")
+        logits = without_least(logits, least)
         greedy = temperatures == 0
         top = logits.amax(dim=-1, keepdim=True)
         divisor = torch.where(greedy, 1.0, temperatures)[:, None]
@@ -299,8 +349,11 @@ class ReferenceBackend:
         banned = bits.flatten(1)[:, :vocab] == 0
         logits[rows] = logits[rows].masked_fill(banned, float("-inf"))
 
+    def advance_decode(self, state: DecodeState, columns: DecodeColumns, inputs: DecodeInputs) -> None:
+        advance_decode(state, columns, inputs)
 
-def _runs(sources: list[int], targets: list[int]) -> Iterator[tuple[int, int, int]]:
+
+def runs(sources: list[int], targets: list[int]) -> Iterator[tuple[int, int, int]]:
     """(source, target, length) of the stretches in which both ids grow by one: each is one copy."""
     begin = 0
     for end in range(1, len(sources) + 1):
@@ -332,19 +385,48 @@ def _tiles(length: int) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def _quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 values and fp32 scales of every token's heads, by the rules of `Backend.write_kv`.
+def _quantize_heads(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Stored values and fp32 scales of every token's heads, by the rules of `Backend.write_kv`.
 
-    x: (T, heads, head_dim). Returns (T, heads, head_dim) int8 and (T, heads) fp32.
+    x: (T, heads, head_dim). Returns (T, heads, head_dim) int8, or the bits of e4m3 as uint8, and (T, heads) fp32.
     """
-    integers, scales = quantize_rows(x.flatten(0, 1).to(torch.float32), x.shape[2])
-    return integers.to(torch.int8).view(x.shape), scales.view(x.shape[:2])
+    values, scales = _scale_rows(x.flatten(0, 1).to(torch.float32), x.shape[2], QUANTIZED_LIMITS[dtype])
+    stored = values.to(dtype).view(torch.uint8) if dtype is torch.float8_e4m3fn else values.round().to(torch.int8)
+    return stored.view(x.shape), scales.view(x.shape[:2])
+
+
+def _gather(stored: Tensor, blocks: Tensor) -> Tensor:
+    """stored[blocks], widened; torch has no indexing of 8-bit floats."""
+    if stored.dtype is torch.float8_e4m3fn:
+        return stored.view(torch.uint8)[blocks].view(torch.float8_e4m3fn).to(torch.float32)
+    return _wide(stored[blocks])
 
 
 def _sequences_at_once(q: Tensor, kv: LayerKV, batch: AttentionBatch, queries: int) -> int:
     context = batch.block_tables.shape[1] * kv.k.shape[3]
     widest = max(q.shape[1] * queries * context, kv.k.shape[1] * kv.k.shape[2] * context)
     return max(1, _TILE_ELEMENTS // max(1, widest))
+
+
+@dataclass(frozen=True)
+class _Softmax:
+    """From products of queries and keys to weights, by the rules of `Backend.paged_attention`."""
+
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    sinks: Tensor | None
+
+    def __call__(self, products: Tensor, visible: Tensor) -> Tensor:
+        """products: (s, h, g, n, c); visible: broadcast to it."""
+        scores = products * self.scale
+        if self.soft_cap is not None:
+            scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if self.sinks is None:
+            return scores.softmax(dim=-1)
+        sinks = self.sinks.to(scores.dtype).view(1, *scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+        return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def _attend(
@@ -354,8 +436,7 @@ def _attend(
     sequences: Tensor,
     begin: int,
     end: int,
-    scale: float,
-    sliding_window: int | None,
+    softmax: _Softmax,
     out: Tensor,
 ) -> None:
     """Attention of tokens begin:end of the given sequences, padded to a rectangle; writes their rows of out.
@@ -370,8 +451,8 @@ def _attend(
     context_lens = batch.context_lens[sequences].long()
     block_size = kv.k.shape[3]
     blocks = batch.block_tables[sequences, : -(-int(context_lens.max()) // block_size)].long()
-    k = _wide(kv.k[blocks].permute(0, 2, 3, 1, 4).flatten(3))  # (s, h, d, c)
-    v = _wide(kv.v[blocks].permute(0, 2, 1, 3, 4).flatten(2, 3))  # (s, h, c, d)
+    k = _gather(kv.k, blocks).permute(0, 2, 3, 1, 4).flatten(3)  # (s, h, d, c)
+    v = _gather(kv.v, blocks).permute(0, 2, 1, 3, 4).flatten(2, 3)  # (s, h, c, d)
     if kv.k_scales is not None and kv.v_scales is not None:
         k = k * kv.k_scales[blocks].transpose(1, 2).flatten(2)[:, :, None]
         v = v * kv.v_scales[blocks].transpose(1, 2).flatten(2)[..., None]
@@ -382,9 +463,8 @@ def _attend(
     query = _wide(q[tokens]).unflatten(2, (heads, -1))  # (s, n, h, g, d)
     position = batch.positions[tokens].long()[..., None]  # (s, n, 1)
     visible = column <= position
-    if sliding_window is not None:
-        visible &= column > position - sliding_window
-    scores = torch.einsum("snhgd,shdc->shgnc", query, k) * scale
-    weights = scores.masked_fill(~visible[:, None, None], float("-inf")).softmax(dim=-1)
+    if softmax.sliding_window is not None:
+        visible &= column > position - softmax.sliding_window
+    weights = softmax(torch.einsum("snhgd,shdc->shgnc", query, k), visible[:, None, None])
     result = torch.einsum("shgnc,shcd->snhgd", weights, v).flatten(2, 3)
     out[tokens[exists]] = result[exists].to(out.dtype)

@@ -73,10 +73,22 @@ def test_foreign_settings_that_ask_for_something_are_refused(name: str, value: A
 
 
 def test_foreign_settings_that_ask_for_nothing_are_taken() -> None:
-    settings = {"enforce_eager": True, "disable_log_requests": True, "tensor_parallel_size": 1, "quantization": None}
+    settings = {"disable_log_requests": True, "tensor_parallel_size": 1, "quantization": None}
     assert EngineArgs("m", **settings) == EngineArgs("m")
     with pytest.raises(TypeError, match="code that comes with a model is never run"):
         EngineArgs("m", trust_remote_code=True)
+
+
+def test_an_attention_class_is_given_by_the_name_that_the_worker_imports() -> None:
+    by_class = EngineArgs("m", attention_class=argparse.Namespace)
+    assert by_class == EngineArgs("m", attention_backend="argparse:Namespace")
+    assert by_class == EngineArgs("m", attention_class="argparse:Namespace")
+
+    class Local:
+        """One that no other process can import."""
+
+    with pytest.raises(ConfigError, match="must be able to import the class: put it into a module"):
+        EngineArgs("m", attention_class=Local)
 
 
 def test_a_value_out_of_range_is_refused_at_once() -> None:

@@ -169,3 +169,30 @@ def test_refuses_wrong_queries(native):
         backend.paged_attention(case.q[:, :5], case.kv, case.batch, scale=0.2)
     with pytest.raises(InvalidArgumentError, match="sliding_window is 0"):
         backend.paged_attention(case.q, case.kv, case.batch, scale=0.2, sliding_window=0)
+
+
+def test_soft_cap_and_sinks_match_the_textbook(reference):
+    heads, sinks = 6, torch.linspace(-1, 2, 6)
+    case = paged(reference, [Sequence(37, 20)], **SMALL, block_size=16, dtype=torch.float32)
+    blocks = case.batch.block_tables[0].long()
+    k = case.kv.k[blocks].permute(0, 3, 1, 2).flatten(0, 1)[:37].repeat_interleave(3, dim=1).double()
+    v = case.kv.v[blocks].permute(0, 2, 1, 3).flatten(0, 1)[:37].repeat_interleave(3, dim=1).double()
+    expected = []
+    for i, p in enumerate(range(17, 37)):
+        scores = torch.einsum("hd,chd->hc", case.q[i].double(), k[: p + 1]) * 0.3
+        weights = (2.5 * (scores / 2.5).tanh()).exp()
+        weights = weights / (weights.sum(-1) + sinks.double().exp())[:, None]
+        expected.append(torch.einsum("hc,chd->hd", weights, v[: p + 1]).flatten())
+    out = reference.paged_attention(case.q, case.kv, case.batch, scale=0.3, soft_cap=2.5, sinks=sinks)
+    assert out.shape == (20, heads * 40)
+    torch.testing.assert_close(out, torch.stack(expected).float(), atol=1e-5, rtol=1e-5)
+
+
+def test_refuses_soft_caps_and_sinks(native, reference):
+    case = paged(reference, [Sequence(20, 2)], **SMALL, block_size=16, dtype=torch.float32)
+    for options, message in (({"soft_cap": 0.0}, "soft_cap is 0.0"), ({"sinks": torch.zeros(5)}, "sinks has shape")):
+        with pytest.raises(InvalidArgumentError, match=message):
+            reference.paged_attention(case.q, case.kv, case.batch, scale=0.2, **options)
+    for options, message in (({"soft_cap": 30.0}, "with soft_cap"), ({"sinks": torch.zeros(6)}, "with sinks")):
+        with pytest.raises(InvalidArgumentError, match=message):
+            native().paged_attention(case.q, case.kv, case.batch, scale=0.2, **options)

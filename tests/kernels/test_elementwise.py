@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo_kernels import InvalidArgumentError, KVLayout
-from octavo_kernels.reference import _runs
+from octavo_kernels.reference import runs
 from tests.kernels.cases import DTYPES, ISAS, TOLERANCES, normal
 
 
@@ -132,6 +132,27 @@ def test_write_kv_refuses(native, reference):
         )
 
 
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotary_write_kv_is_the_ops_one_by_one(native, reference, normed):
+    layout = KVLayout(2, 2, 16, 8, torch.float32)
+    angles = normal(50, 8, dtype=torch.float32, seed=1)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    positions, slots = torch.arange(5).int() * 7, torch.tensor([3, 17, 4, 30, 9]).int()
+    norms = (normal(16, dtype=torch.float32, seed=2), normal(16, dtype=torch.float32, seed=3)) if normed else None
+    for backend in (native(), reference):
+        qkv = normal(5, 7, 16, dtype=torch.float32, seed=4)
+        q, k, v = (x.contiguous() for x in qkv.split((3, 2, 2), dim=1))
+        if norms is not None:
+            q, k = backend.rms_norm(q, norms[0], 1e-5), backend.rms_norm(k, norms[1], 1e-5)
+        backend.rotary(q, positions, cos_sin)
+        backend.rotary(k, positions, cos_sin)
+        pools = [torch.zeros(layout.pool_shape(4)) for _ in range(2)]
+        backend.write_kv(k, v, layout.layer(pools[0], 1), slots)
+        out = backend.rotary_write_kv(qkv, positions, cos_sin, layout.layer(pools[1], 1), slots, norms=norms, eps=1e-5)
+        assert torch.equal(out, q)
+        assert torch.equal(*pools)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [2, 40])
 def test_blocks_are_copied_and_moved(native, reference, dtype, heads):
@@ -152,6 +173,6 @@ def test_blocks_are_copied_and_moved(native, reference, dtype, heads):
 
 
 def test_moves_between_devices_are_one_copy_a_stretch():
-    assert list(_runs([3, 4, 5, 7, 8, 2], [0, 1, 2, 3, 5, 6])) == [(3, 0, 3), (7, 3, 1), (8, 5, 1), (2, 6, 1)]
-    assert list(_runs([9], [1])) == [(9, 1, 1)]
-    assert list(_runs([], [])) == []
+    assert list(runs([3, 4, 5, 7, 8, 2], [0, 1, 2, 3, 5, 6])) == [(3, 0, 3), (7, 3, 1), (8, 5, 1), (2, 6, 1)]
+    assert list(runs([9], [1])) == [(9, 1, 1)]
+    assert list(runs([], [])) == []

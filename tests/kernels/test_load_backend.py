@@ -33,7 +33,9 @@ def test_auto_prefers_the_native_backend(native):
     assert backend.name == "cpu"
     assert backend.row_invariant
     assert backend.describe() == f"cpu ({library.supported_isas()[0]}, 2 threads)"
-    assert available_backends() == {"cpu": None, "reference": None}
+    available = available_backends()
+    assert list(available) == ["cpu", "triton", "reference"]
+    assert available["cpu"] is available["reference"] is None
 
 
 def test_auto_falls_back_with_a_warning(no_library, caplog):
@@ -58,8 +60,22 @@ def test_a_file_that_is_no_library(no_library):
 
 
 def test_unknown_names():
-    with pytest.raises(BackendUnavailableError, match="unknown backend 'triton'"):
+    with pytest.raises(BackendUnavailableError, match="unknown backend 'cuda'"):
+        load_backend("cuda")
+
+
+def test_triton_by_name_raises_where_it_cannot_run(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(
+        BackendUnavailableError, match=r"the triton backend cannot be used: (Triton is not|it computes on)"
+    ):
         load_backend("triton")
+
+
+def test_auto_takes_triton_for_other_devices(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert load_backend("auto", device="meta").name == "reference"
+    assert "the triton backend cannot be used" in caplog.text
 
 
 def test_the_native_backend_is_for_the_cpu(native):

@@ -88,6 +88,16 @@ def test_a_tiny_temperature_is_greedy(backend):
         assert torch.equal(ids(backend, logits, temperature, range(8), range(8)), logits.argmax(-1))
 
 
+def test_what_is_below_the_least_is_not_sampled(backend):
+    logits = normal(40, 300, dtype=torch.float32, seed=1)
+    least = logits.sort(dim=1).values[:, 297].clone()
+    least[20:] = -INF
+    columns = (torch.full((40,), 2.0), torch.arange(40), torch.arange(40))
+    out = backend.gumbel_argmax(logits, *columns, least)
+    assert bool((logits[torch.arange(40), out] >= least).all())
+    assert torch.equal(out[20:], backend.gumbel_argmax(logits[20:], *(column[20:] for column in columns)))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_without_a_token_is_minus_one(backend, temperature):
     logits = torch.zeros(5, 70)

@@ -52,6 +52,20 @@ def load_decoder(
     )
 
 
+def layout_of(
+    decoder: Decoder, backend: Backend, block_size: int = BLOCK_SIZE, dtype: torch.dtype | None = None
+) -> KVLayout:
+    """The layout of a pool for a decoder."""
+    config = decoder.config
+    return backend.kv_layout(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype or decoder.dtype,
+    )
+
+
 def make_executor(
     decoder: Decoder,
     backend: Backend,
@@ -63,9 +77,7 @@ def make_executor(
     grammars: GrammarEngine | None = None,
     on_progress: Callable[[], None] = lambda: None,
 ) -> Executor:
-    config = decoder.config
-    kv_dtype = kv_dtype or decoder.dtype
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, block_size, kv_dtype)
+    layout = layout_of(decoder, backend, block_size, kv_dtype)
     pool = KVPool(layout, PoolSize(num_blocks, num_host_blocks), backend)
     return Executor(decoder, pool, backend, max_batched_tokens=512, grammars=grammars, on_progress=on_progress)
 

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_worker.batch import build_batch
@@ -31,3 +35,24 @@ def test_prefill_chunk_and_decodes_side_by_side() -> None:
     for tensor in (batch.token_ids, attention.positions, attention.slots, attention.block_tables):
         assert tensor.dtype == torch.int32
         assert tensor.is_contiguous()
+    assert attention.max_queries == 5
+
+
+def test_columns_go_to_a_device_at_once() -> None:
+    table = SequenceTable(1)
+    row = table.put(1, np.arange(100, 120, dtype=np.int32), np.array([7, 3, 5], np.int32), 20, pb.SequenceParams())
+    uploads: list[int] = []
+
+    def upload(columns: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+        uploads.append(len(columns))
+        assert {column.dtype for column in columns} == {np.dtype(np.int32)}
+        return [torch.from_numpy(column.copy()) for column in columns]
+
+    arguments = (table, np.array([row]), np.array([6]), np.array([5]))
+    plain = build_batch(*arguments, block_size=8, device=torch.device("cpu"))
+    batch = build_batch(*arguments, block_size=8, device=torch.device("cpu"), upload=upload)
+    assert uploads == [7]
+    assert batch.token_ids.tolist() == plain.token_ids.tolist()
+    assert batch.prompt_lens.tolist() == plain.prompt_lens.tolist()
+    for name in ("positions", "slots", "query_starts", "context_lens", "block_tables"):
+        assert getattr(batch.attention, name).tolist() == getattr(plain.attention, name).tolist()

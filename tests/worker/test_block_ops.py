@@ -16,9 +16,10 @@ class Device:
 
     def __init__(self, log: list[str]) -> None:
         self.log, self.events, self.current = log, [], "main"
+        self._names = iter(("out", "in"))
 
     def Stream(self) -> Stream:
-        return Stream("side", self)
+        return Stream(next(self._names), self)
 
     def Event(self) -> Event:
         self.events.append(Event(len(self.events), self))
@@ -50,7 +51,7 @@ class Event:
         self.number, self.device, self.is_over = number, device, False
 
     def record(self, stream: Stream) -> None:
-        assert stream.name == "side"
+        assert stream.name in ("out", "in")
 
     def query(self) -> bool:
         return self.is_over
@@ -88,10 +89,11 @@ def test_moves_run_beside_and_only_their_blocks_are_waited_for(backend_log: Copi
     mover.move_out("device", ids(1, 2), "host", ids(7, 8))  # type: ignore[arg-type]
     mover.move_in("host", ids(7), "device", ids(3))  # type: ignore[arg-type]
     assert log == [
-        "side waits for main",
-        "device to host on side",
-        "side waits for main",
-        "host to device on side",
+        "out waits for main",
+        "device to host on out",
+        "in waits for main",
+        "in waits for move 0",  # which writes the host's block 7
+        "host to device on in",
     ]
     log.clear()
     mover.before_use(np.array([0, 4, 5]))
@@ -103,6 +105,33 @@ def test_moves_run_beside_and_only_their_blocks_are_waited_for(backend_log: Copi
     mover.before_use(np.array([3, 2]))
     assert log == ["main waits for move 0", "main waits for move 1"]
     assert not mover.is_moving
+
+
+def test_directions_run_beside_each_other_unless_they_share_a_block(backend_log: Copies) -> None:
+    mover, log = BlockMover(backend_log), backend_log.log  # type: ignore[arg-type]
+    mover.move_out("device", ids(1), "host", ids(7))  # type: ignore[arg-type]
+    mover.move_out("device", ids(2), "host", ids(8))  # type: ignore[arg-type]
+    log.clear()
+    mover.move_in("host", ids(4), "device", ids(5))  # type: ignore[arg-type]
+    mover.move_in("host", ids(5), "device", ids(1))  # type: ignore[arg-type]
+    mover.move_out("device", ids(5), "host", ids(9))  # type: ignore[arg-type]
+    mover.move_out("device", ids(6), "host", ids(10))  # type: ignore[arg-type]
+    assert log == [
+        "in waits for main",
+        "host to device on in",
+        "in waits for main",
+        "in waits for move 0",  # which reads the device's block 1
+        "host to device on in",
+        "out waits for main",
+        "out waits for move 2",  # which writes the device's block 5
+        "device to host on out",
+        "out waits for main",
+        "device to host on out",
+    ]
+    log.clear()
+    mover.before_use(np.array([5, 2]))
+    assert log == ["main waits for move 4", "main waits for move 2"]
+    assert mover.is_moving  # moves 3 and 5
 
 
 def test_waiting_for_the_newest_covers_the_older(backend_log: Copies) -> None:

@@ -478,7 +478,8 @@ def test_progress_is_told_within_a_step(decoder: Decoder, backend: Backend) -> N
 def test_default_model_knows_the_capital_of_france() -> None:
     checkpoint = open_checkpoint(find_model("SmolLM2-135M-Instruct"))
     backend = load_backend("auto")
-    executor = make_executor(load_decoder(checkpoint, backend, torch.bfloat16), backend, block_size=16)
+    # Three first words are nearly as likely; 16 bits may change their order.
+    executor = make_executor(load_decoder(checkpoint, backend, torch.float32), backend, block_size=16)
     tokenizer = Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json.decode())
     prompt = (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"

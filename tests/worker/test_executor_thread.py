@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -40,3 +41,18 @@ def test_busy_and_tick_tell_what_the_thread_does(thread: ExecutorThread) -> None
     future.result(10)
     thread.submit(lambda: None).result(10)
     assert thread.tick > hanging + 1
+
+
+def test_a_device_at_work_is_busy_and_no_progress(thread: ExecutorThread) -> None:
+    thread.submit(thread.hold).result(10)
+    thread.submit(thread.hold).result(10)
+    thread.submit(lambda: None).result(10)
+    tick = thread.tick
+    assert thread.busy
+    time.sleep(0.6)  # more than two of its idle ticks
+    assert thread.tick <= tick + 1  # that of the last job
+    thread.submit(thread.let_go).result(10)
+    assert thread.busy
+    thread.submit(thread.let_go).result(10)
+    while thread.busy or thread.tick < tick + 4:
+        time.sleep(0.05)

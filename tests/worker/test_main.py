@@ -104,6 +104,25 @@ def test_pool_that_does_not_fit(model: Path) -> None:
     assert "num_device_blocks is 1000000000" in line
 
 
+def test_attention_of_ones_own(model: Path, tmp_path: Path) -> None:
+    listen = "--listen=127.0.0.1:0"
+    line = refused(f"--model={model}", listen, "--attention-backend=tests.worker.own_attention:Missing")
+    assert line.startswith("octavo-worker: attention_backend 'tests.worker.own_attention:Missing': ")
+    path, name = tmp_path / "w.sock", "tests.worker.own_attention:Plain"
+    flags = [f"--model={model}", f"--listen=unix:{path}", "--num-device-blocks=9", f"--attention-backend={name}"]
+    with subprocess.Popen([*COMMAND, *flags], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        lines = [next(iter(process.stderr))]
+        while " ready on " not in lines[-1]:
+            lines.append(next(iter(process.stderr)))
+        with grpc.insecure_channel(f"unix:{path}") as channel:
+            description = pb_grpc.WorkerServiceStub(channel).Describe(pb.DescribeRequest(), timeout=20)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    assert any(f"attention is computed by {name}" in line for line in lines)
+    assert description.backend.endswith(f", attention {name}")
+
+
 def test_weights_that_do_not_fit_into_memory(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from octavo_kernels import Backend, load_backend
 from octavo_worker.bans import NO_BANS, Bans, num_words, packed
-from octavo_worker.sampler import candidates, finite_rows, least_kept, log_probabilities, sample
+from octavo_worker.sampler import candidates, finite_rows, log_probabilities, sample
 from octavo_worker.sequences import PARAMS_DTYPE
 
 
@@ -23,63 +23,7 @@ def params_of(*rows: dict[str, Any]) -> np.ndarray:
     return params
 
 
-def kept(
-    logits: list[float], *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
-) -> list[int]:
-    """The ids that the filters keep."""
-    row = torch.tensor([logits])
-    least = least_kept(
-        row, torch.tensor([temperature]), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
-    )
-    return (row[0] >= least[0]).nonzero().squeeze(1).tolist()
-
-
 LOGITS = [float(np.log(share)) for share in (0.1, 0.4, 0.2, 0.3)]
-
-
-@pytest.mark.parametrize(
-    ("filters", "expected"),
-    [
-        ({}, [0, 1, 2, 3]),
-        ({"top_k": 2}, [1, 3]),
-        ({"top_k": 1}, [1]),
-        ({"top_k": 4}, [0, 1, 2, 3]),
-        ({"top_p": 0.65}, [1, 3]),
-        ({"top_p": 0.75}, [1, 2, 3]),
-        ({"top_p": 1e-9}, [1]),
-        ({"top_p": 0.0}, [1]),
-        ({"min_p": 0.6}, [1, 3]),
-        ({"min_p": 1.0}, [1]),
-        ({"top_k": 3, "top_p": 0.75}, [1, 3]),  # 0.4 and 0.3 of 0.9 reach 0.75
-        ({"top_k": 3, "top_p": 0.8}, [1, 2, 3]),
-        ({"top_p": 0.75, "min_p": 0.7}, [1, 3]),
-        ({"temperature": 0.5, "top_p": 0.8}, [1, 3]),  # 0.16 and 0.09 of 0.3
-        ({"temperature": 0.5, "min_p": 0.3}, [1, 3]),
-    ],
-)
-def test_filters(filters: dict[str, Any], expected: list[int]) -> None:
-    assert kept(LOGITS, **filters) == expected
-
-
-def test_equal_logits_at_the_edge_are_all_kept() -> None:
-    assert kept([1.0, 2.0, 2.0, 0.0], top_k=1) == [1, 2]
-    assert kept([1.0, 2.0, 2.0, 0.0], min_p=1.0) == [1, 2]
-
-
-def test_large_vocabularies_are_cut_where_a_full_sort_cuts() -> None:
-    logits = torch.randn(6, 9000, generator=torch.Generator().manual_seed(1)) * torch.tensor([[8.0, 4, 2, 1, 0.1, 0]]).T
-    for top_p in (0.3, 0.9, 0.999):
-        for top_k in (0, 3, 300, 5000):
-            least = least_kept(logits, torch.ones(6), torch.full((6,), top_k), torch.full((6,), top_p), torch.zeros(6))
-            for row, bound in zip(logits, least, strict=True):
-                values = row.sort(descending=True).values[: top_k or None]
-                sums = values.double().softmax(0).cumsum(0)
-                expected = int((sums < top_p).sum()) + 1
-                real = int((row >= bound).sum())
-                ties = int((row == values[min(expected, len(values)) - 1]).sum())
-                assert abs(real - expected) <= ties  # a rounding of the sum may move the edge by one token
-
-
 EXTREMES = [
     {"temperature": 1e-12},
     {"temperature": 1e-40},

@@ -94,3 +94,28 @@ def test_memory_stays_bounded_while_sequences_come_and_go() -> None:
         table.remove(sequence_id)
     assert len(table.tokens._data) <= 1 << 14
     assert len(table.params) == 4
+
+
+def test_items_are_replaced_where_they_stand() -> None:
+    table = SequenceTable(2)
+    first = table.put(1, np.arange(5, dtype=np.int32), np.array([], np.int32), 5, PARAMS)
+    second = table.put(2, np.arange(20, 30, dtype=np.int32), np.array([], np.int32), 5, PARAMS)
+    table.tokens.replace(np.array([second, first]), np.array([9, 0]), np.array([77, 88], np.int32))
+    assert table.tokens.get(first).tolist() == [88, 1, 2, 3, 4]
+    assert table.tokens.get(second).tolist() == [*range(20, 29), 77]
+
+
+def test_a_rows_version_tells_its_sequences_apart() -> None:
+    table = SequenceTable(1)
+    tokens, blocks = np.zeros(3, np.int32), np.array([], np.int32)
+    row = table.put(1, tokens, blocks, 3, PARAMS)
+    seen = [int(table.versions[row])]
+    table.put(1, tokens, blocks, 3, PARAMS)  # anew
+    seen.append(int(table.versions[row]))
+    table.remove(1)
+    seen.append(int(table.versions[row]))
+    assert table.put(2, tokens, blocks, 3, PARAMS) == row
+    seen.append(int(table.versions[row]))
+    table.put(3, tokens, blocks, 3, PARAMS)  # the table grows
+    seen.append(int(table.versions[row]))
+    assert seen == [1, 2, 3, 4, 4]

@@ -245,8 +245,8 @@ async def test_progress_comes_while_a_step_runs_and_while_idle(worker: Worker, m
     monkeypatch.setattr(server_module, "PROGRESS_S", 0.01)
     entered, leave = threading.Event(), threading.Event()
     stream = await worker.open()
-    real = worker.executor.execute
-    monkeypatch.setattr(worker.executor, "execute", lambda plan: (entered.set(), leave.wait(20), real(plan))[2])
+    real = worker.executor.begin
+    monkeypatch.setattr(worker.executor, "begin", lambda plan: (entered.set(), leave.wait(20), real(plan))[2])
     await stream.send(plan=plan())
     await asyncio.to_thread(entered.wait, 20)
     response = await stream.receive()
@@ -293,7 +293,7 @@ async def test_a_device_that_fails_ends_the_worker_and_opens_no_session(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(worker.executor, "execute", fail)
+    monkeypatch.setattr(worker.executor, "begin", fail)
     monkeypatch.setattr(worker.executor, "reset", fail)
     await stream.send(plan=plan())
     assert await stream.status() == (grpc.StatusCode.INTERNAL, "the step failed: RuntimeError: the device is gone")

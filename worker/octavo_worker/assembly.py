@@ -13,10 +13,12 @@ import torch
 from octavo.config import GIB, WorkerConfig
 from octavo.errors import ConfigError
 from octavo.worker.v1 import worker_pb2 as pb
-from octavo_kernels import Backend, BackendUnavailableError, KVLayout, load_backend
+from octavo_kernels import Backend, BackendUnavailableError, load_backend
 from octavo_kernels.cpu.topology import usable_cores
 from octavo_worker import __version__
+from octavo_worker.custom_attention import with_attention
 from octavo_worker.device import free_memory, resolve_device, resolve_dtype, resolve_kv_dtype, resolve_quantization
+from octavo_worker.devices import open_device
 from octavo_worker.executor import Executor
 from octavo_worker.executor_thread import ExecutorThread
 from octavo_worker.grammar import GrammarEngine, GrammarUnavailableError
@@ -27,6 +29,7 @@ from octavo_worker.measurement import measure_prefill, measure_swap
 from octavo_worker.memory import check_weights_fit, free_host_memory, keep_freed_memory, weight_bytes
 from octavo_worker.models.decoder import Decoder
 from octavo_worker.models.layers import Quantization
+from octavo_worker.preparation import NUM_SCRATCH_BLOCKS, memory_of_steps, prepare, runs_ahead
 from octavo_worker.session import PROTOCOL_VERSION
 from octavo_worker.tokenizer import TokenizerBundle
 
@@ -85,6 +88,16 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
         precision=precision,
         free=free_at_start,
     )
+    model = checkpoint.config
+    kv_dtype_name, kv_dtype = resolve_kv_dtype(config, dtype_name)
+    layout = backend.kv_layout(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        block_size=config.block_size,
+        dtype=kv_dtype,
+    )
+    backend = with_attention(config.attention_backend, backend, model, layout, dtype)
     decoder = Decoder(
         checkpoint.config,
         checkpoint.weights,
@@ -98,20 +111,21 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
     _log.info("computing in %s (--quantization %s)", precision, config.quantization)
     if backend.name == "reference" and device.type == "cpu":
         torch.set_num_threads(config.num_threads or usable_cores())  # the native kernels bring their own threads
-    model = checkpoint.config
     keep_freed_memory()  # not before the weights are loaded, which takes and frees more than is worth keeping
-    kv_dtype_name, kv_dtype = resolve_kv_dtype(config, dtype_name)
-    layout = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, kv_dtype)
+    opened = open_device(device)
+    reserved = memory_of_steps(config, decoder, backend, opened, layout)
+    thread.advance()
     size = size_pool(
         config,
         layout,
         device,
         free_at_start=free_at_start,
-        free_now=free_memory(device),
+        free_now=free_memory(device) - reserved,
         free_host=free_host_memory(),
     )
-    pool = KVPool(layout, size, backend)
+    pool = KVPool(layout, size, backend, NUM_SCRATCH_BLOCKS if runs_ahead(backend, opened) else 0)
     thread.advance()
+    ahead = prepare(config, decoder, pool, backend, opened, thread.advance)
     grammars = _grammars_or_none(loading_grammars)
     description = pb.DescribeResponse(
         protocol_version=PROTOCOL_VERSION,
@@ -155,6 +169,8 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
         pool,
         backend,
         max_batched_tokens=config.max_num_batched_tokens,
+        device=opened,
+        ahead=ahead,
         grammars=grammars,
         on_progress=thread.advance,
     )

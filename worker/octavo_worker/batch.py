@@ -6,7 +6,9 @@ Prefill chunks and decodes stand side by side; nothing loops over tokens or sequ
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +31,24 @@ class Batch:
     prompt_lens: Tensor
 
 
+# Brings columns to a device: `devices.Device.upload`.
+Upload = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
+
+
 def build_batch(
-    table: SequenceTable, rows: IntArray, starts: IntArray, counts: IntArray, *, block_size: int, device: torch.device
+    table: SequenceTable,
+    rows: IntArray,
+    starts: IntArray,
+    counts: IntArray,
+    *,
+    block_size: int,
+    device: torch.device,
+    upload: Upload | None = None,
 ) -> Batch:
     """The batch of tokens starts[i] to starts[i] + counts[i] of the sequences in rows[i].
 
-    Each count is at least 1, all tokens are known, and the block tables cover them.
+    Each count is at least 1, and the block tables cover the tokens. upload: how columns get to the device; None copies
+    one after the other.
     """
     ends = starts + counts
     query_starts = np.zeros(len(rows) + 1, np.int64)
@@ -43,16 +57,21 @@ def build_batch(
     positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], counts)
     block_tables = table.blocks.padded(rows, -(-int(ends.max()) // block_size))
     slots = block_tables[owners, positions // block_size] * block_size + positions % block_size
-    attention = AttentionBatch(
-        positions=_to(device, positions),
-        slots=_to(device, slots),
-        query_starts=_to(device, query_starts),
-        context_lens=_to(device, ends),
-        block_tables=_to(device, block_tables),
+    columns = (
+        table.tokens.gather(rows, starts, counts),
+        positions,
+        slots,
+        query_starts,
+        ends,
+        block_tables,
+        table.params["prompt_len"][rows][owners],
     )
-    prompt_lens = table.params["prompt_len"][rows][owners]
-    return Batch(_to(device, table.tokens.gather(rows, starts, counts)), attention, _to(device, prompt_lens))
+    narrow = [np.ascontiguousarray(column, np.int32) for column in columns]
+    brought = upload(narrow) if upload is not None else [_to(device, column) for column in narrow]
+    token_ids, on_positions, on_slots, on_starts, context_lens, tables, prompt_lens = brought
+    attention = AttentionBatch(on_positions, on_slots, on_starts, context_lens, tables, max_queries=int(counts.max()))
+    return Batch(token_ids, attention, prompt_lens)
 
 
-def _to(device: torch.device, values: NDArray[np.integer]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(device, non_blocking=True)
+def _to(device: torch.device, values: NDArray[np.int32]) -> Tensor:
+    return torch.from_numpy(values).to(device, non_blocking=True)

@@ -7,8 +7,8 @@ import torch
 from octavo.config import WorkerConfig
 from octavo.errors import ConfigError
 from octavo_kernels import Backend
+from octavo_worker.devices import open_device
 from octavo_worker.loaders.config import DTYPE_BYTES
-from octavo_worker.memory import free_host_memory
 from octavo_worker.models.layers import QUANTIZATIONS, Quantization
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,6 +53,4 @@ def resolve_quantization(
 
 def free_memory(device: torch.device) -> int:
     """Bytes that may still be taken on a device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return free_host_memory()
+    return open_device(device).free_memory()

@@ -1,15 +1,19 @@
-"""Executes plans, one at a time, in the fixed order: release, swap out, swap in, copy, fork, forward, sample.
+"""Executes plans, in the order given, and each in the fixed order: release, swap out, swap in, copy, fork, forward,
+sample.
 
 It owns the sequences, the pool and the model, and must be called from one thread. A fault of one sequence becomes a
 SequenceError in the result and leaves the others alone; a plan that makes no sense as a whole raises `PlanError`; any
-other exception means that the device failed. Sessions, epochs and threads are for `session` and `executor_thread`.
+other exception means that the device failed. Sessions, epochs and threads are for `session` and `executor_thread`; how
+steps are put into a device's queue before earlier ones are answered is `run_ahead`'s.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,17 +24,23 @@ from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels.backend import Backend
 from octavo_worker.bans import Bans
 from octavo_worker.batch import build_batch
-from octavo_worker.grammar import GrammarEngine, PendingMasks
+from octavo_worker.devices import Device, open_device
 from octavo_worker.kv_pool import KVPool
 from octavo_worker.models.decoder import Decoder
 from octavo_worker.params import params_problem, tokens_problem
 from octavo_worker.processors import LogitProcessors, SequenceProcessors
 from octavo_worker.prompt_logprobs import score_prompts, scored_rows
+from octavo_worker.run_ahead import Launch, RunAhead
 from octavo_worker.sampler import Likeliest, candidates, finite_rows, log_probabilities, sample
 from octavo_worker.sequences import IntArray, SequenceTable, TokenArray
+from octavo_worker.step import Step
+
+if TYPE_CHECKING:
+    from octavo_worker.grammar import GrammarEngine, PendingMasks
 
 _INVALID = pb.SEQUENCE_ERROR_CODE_INVALID
 _NUMERIC = pb.SEQUENCE_ERROR_CODE_NUMERIC
+_NOT_FINITE = "the model's logits are not finite"
 
 
 class PlanError(Exception):
@@ -49,8 +59,8 @@ class _Scheduled:
 
 
 class Executor:
-    """The state of one worker. grammars: None where sequences cannot have any; on_progress is called whenever a step
-    gets on.
+    """The state of one worker. grammars: None where sequences cannot have any; ahead: puts steps into the device's
+    queue before earlier ones are answered, or None; on_progress is called whenever a step gets on.
     """
 
     def __init__(
@@ -60,10 +70,14 @@ class Executor:
         backend: Backend,
         *,
         max_batched_tokens: int,
+        device: Device | None = None,
+        ahead: RunAhead | None = None,
         grammars: GrammarEngine | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
         self.decoder, self.pool, self.backend = decoder, pool, backend
+        self._device, self._ahead = device or open_device(backend.device), ahead
+        self._under_way: deque[Step] = deque()
         self._processors = LogitProcessors(decoder.num_sampled, grammars, on_progress)
         self._max_batched_tokens = max_batched_tokens
         self._on_progress = on_progress
@@ -71,8 +85,13 @@ class Executor:
 
     def reset(self) -> None:
         """Forgets all sequences. Raises what the device says where it has failed."""
-        if self.backend.device.type != "cpu":
-            torch.get_device_module(self.backend.device).synchronize()
+        self._device.synchronize()
+        for step in self._under_way:
+            step.abandon()
+        self._under_way.clear()
+        if self._ahead is not None:
+            self._ahead.forget()
+        self._ended_at = time.monotonic()
         self.table = SequenceTable()
         self._pieces: dict[int, list[TokenArray]] = {}
         self._failed: set[int] = set()
@@ -82,12 +101,24 @@ class Executor:
         """Keeps a piece of the tokens of a sequence that a plan is going to bring."""
         self._pieces.setdefault(sequence_id, []).append(_tokens(token_ids))
 
-    @torch.inference_mode()
     def execute(self, plan: pb.StepPlan) -> pb.StepResult:
         """Does what a plan orders and answers it. Raises PlanError, after which the sequences are to be reset."""
+        return self.begin(plan).finish()
+
+    def settle(self) -> None:
+        """Finishes all steps under way, so that every token is known here."""
+        while self._under_way:
+            self._under_way[0].finish()
+
+    @torch.inference_mode()
+    def begin(self, plan: pb.StepPlan) -> Step:
+        """Does what a plan orders, or has it done by the device behind what that has to do already.
+
+        Raises PlanError, after which the sequences are to be reset.
+        """
         started = time.monotonic()
         self._errors = {}
-        result = pb.StepResult()
+        result = pb.StepResult(idle_us=0 if self._under_way else _microseconds(started - self._ended_at))
         self._check_scheduled(plan.scheduled)
         for sequence_id in plan.release_sequence_ids:
             self.table.remove(sequence_id)
@@ -95,15 +126,68 @@ class Executor:
             self._pieces.pop(sequence_id, None)
         for sequence in plan.new_sequences:
             self._put(sequence)
+        if self._under_way and self._needs_tokens(plan):
+            self.settle()
         result.moved_byte_count = self._move(plan)
         self._fork(plan.forks)
         self._on_progress()
         scheduled = self._select(plan.scheduled)
-        if scheduled.sequence_ids:
-            self._compute(scheduled, result)
+        launch = self._compute(scheduled, result) if scheduled.sequence_ids else None
         result.errors.extend(self._errors.values())
-        result.duration_us = min(int((time.monotonic() - started) * 1e6), 0xFFFFFFFF)
-        return result
+        if launch is None:
+            self._end(result, started)
+            return Step(result, scheduled.sequence_ids, None, lambda _: None)
+        step = Step(result, scheduled.sequence_ids, launch, lambda step: self._collect(step, started))
+        self._under_way.append(step)
+        return step
+
+    def _needs_tokens(self, plan: pb.StepPlan) -> bool:
+        """Whether a plan can only be carried out by who knows every token."""
+        scheduled = plan.scheduled
+        rows = self.table.find(list(scheduled.sequence_ids))
+        ends = np.array(scheduled.start_positions, np.int64) + np.array(scheduled.token_counts, np.int64)
+        return (
+            self._ahead is None
+            or len(plan.forks.child_sequence_ids) > 0
+            or not self._ahead.can_launch(self.table, rows[rows >= 0], ends[rows >= 0])
+        )
+
+    def _collect(self, step: Step, started: float) -> None:
+        """Takes in what a launch sampled, when all before it were taken in."""
+        while self._under_way[0] is not step:
+            self._under_way[0].finish()
+        launch = step.launch
+        assert launch is not None
+        token_ids = launch.tokens.numpy()
+        self._under_way.popleft()
+        sequence_ids = [step.sequence_ids[index] for index in launch.indices]
+        is_held = self.table.versions[launch.rows] == launch.versions
+        kept = token_ids >= 0
+        for at in np.flatnonzero(~kept):
+            sequence_id = sequence_ids[at]
+            if sequence_id in launch.dropped:
+                continue
+            step.result.errors.append(_error(sequence_id, _NUMERIC, _NOT_FINITE))
+            if is_held[at]:
+                self._forget(sequence_id)
+                for later in self._under_way:
+                    if later.launch is not None:
+                        later.launch.dropped.add(sequence_id)
+        if launch.dropped:
+            kept &= ~np.isin(sequence_ids, list(launch.dropped))
+        if launch.scores is not None:
+            launch.scores.fill(step.result.logprobs, kept)
+        mine = kept & is_held
+        self.table.tokens.replace(launch.rows[mine], launch.positions[mine], token_ids[mine].astype(np.int32))
+        step.result.sequence_ids.extend([sequence_ids[at] for at in np.flatnonzero(kept)])
+        step.result.token_ids.extend(token_ids[kept].tolist())
+        self._end(step.result, started)
+
+    def _end(self, result: pb.StepResult, started: float) -> None:
+        """Tells how long a step took that was begun then, without the time in which the one before it was computed."""
+        now = time.monotonic()
+        result.duration_us = _microseconds(now - max(started, self._ended_at))
+        self._ended_at = now
 
     def _check_scheduled(self, scheduled: pb.ScheduledSequences) -> None:
         count = len(scheduled.sequence_ids)
@@ -241,8 +325,17 @@ class Executor:
         kept_ids = [ids[index] for index in np.flatnonzero(ok)]
         return _Scheduled(kept_ids, rows[ok], starts[ok], counts[ok], samples[ok])
 
-    def _compute(self, scheduled: _Scheduled, result: pb.StepResult) -> None:
-        """The forward pass and sampling; fills the result."""
+    def _compute(self, scheduled: _Scheduled, result: pb.StepResult) -> Launch | None:
+        """The forward pass and sampling; fills the result, or returns what the device still owes."""
+        if self.pool.is_moving:
+            tables = self.table.blocks
+            self.pool.before_use(
+                tables.gather(scheduled.rows, np.zeros_like(scheduled.rows), tables.lengths[scheduled.rows])
+            )
+        if self._ahead is not None and self._ahead.can_launch(
+            self.table, scheduled.rows, scheduled.starts + scheduled.counts
+        ):
+            return self._ahead.launch(self.table, scheduled.rows, scheduled.starts, scheduled.counts, scheduled.samples)
         batch = build_batch(
             self.table,
             scheduled.rows,
@@ -251,11 +344,6 @@ class Executor:
             block_size=self.pool.layout.block_size,
             device=self.backend.device,
         )
-        if self.pool.is_moving:
-            tables = self.table.blocks
-            self.pool.before_use(
-                tables.gather(scheduled.rows, np.zeros_like(scheduled.rows), tables.lengths[scheduled.rows])
-            )
         chosen = np.flatnonzero(scheduled.samples)
         masks = self._processors.start(self.table, scheduled.rows[chosen])
         last_rows = batch.attention.query_starts[1:].long() - 1
@@ -270,6 +358,7 @@ class Executor:
         if len(chosen):
             logits = self.decoder.logits(hidden, last_rows[torch.from_numpy(chosen).to(last_rows.device)])
             self._sample(scheduled, chosen, logits, masks, result)
+        return None
 
     def _score_prompts(
         self, scheduled: _Scheduled, hidden: Tensor, chosen: IntArray, result: pb.StepResult
@@ -355,7 +444,7 @@ class Executor:
 
     def _fail_not_finite(self, scheduled: _Scheduled, broken: IntArray) -> None:
         for index in broken:
-            self._fail(scheduled.sequence_ids[index], _NUMERIC, "the model's logits are not finite")
+            self._fail(scheduled.sequence_ids[index], _NUMERIC, _NOT_FINITE)
 
     def _find_candidates(
         self, scheduled: _Scheduled, chosen: IntArray, logits: Tensor, bans: Bans, result: pb.StepResult
@@ -372,9 +461,20 @@ class Executor:
 
     def _fail(self, sequence_id: int, code: pb.SequenceErrorCode, message: str) -> None:
         """Reports a sequence's failure and forgets it; whatever is planned for it is ignored until it is released."""
-        self._errors[sequence_id] = pb.SequenceError(sequence_id=sequence_id, code=code, message=message)
+        self._errors[sequence_id] = _error(sequence_id, code, message)
+        self._forget(sequence_id)
+
+    def _forget(self, sequence_id: int) -> None:
         self._failed.add(sequence_id)
         self.table.remove(sequence_id)
+
+
+def _microseconds(seconds: float) -> int:
+    return min(int(seconds * 1e6), 0xFFFFFFFF)
+
+
+def _error(sequence_id: int, code: pb.SequenceErrorCode, message: str) -> pb.SequenceError:
+    return pb.SequenceError(sequence_id=sequence_id, code=code, message=message)
 
 
 def _fill_logprobs(columns: pb.LogprobColumns, logits: Tensor, token_ids: Tensor, num_tops: IntArray) -> None:

@@ -18,17 +18,32 @@ _IDLE_TICK_S = 0.25
 class ExecutorThread:
     """A worker thread with a queue.
 
-    tick grows whenever a job gets on or the thread has nothing to do; it stands still only when a job hangs. busy:
-    whether a job is running.
+    tick grows whenever a job gets on or the thread has nothing to do; it stands still only when a job hangs, or the
+    device (`hold`).
     """
 
     def __init__(self, name: str = "executor") -> None:
         self.tick = 0
-        self.busy = False
+        self._is_running = False
+        self._num_held = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # A daemon: a load or a step that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is running, or the device is at one."""
+        return self._is_running or self._num_held > 0
+
+    def hold(self) -> None:
+        """The device is at work that a later job will end; until `let_go`, having nothing to do is no getting on.
+        Called from within a job, as often as `let_go`."""
+        self._num_held += 1
+
+    def let_go(self) -> None:
+        """See `hold`; called from within a job."""
+        self._num_held -= 1
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Runs a job behind those submitted before. Its result or exception is the future's."""
@@ -62,11 +77,12 @@ class ExecutorThread:
             try:
                 job = self._jobs.get(timeout=_IDLE_TICK_S)
             except queue.Empty:
-                self.tick += 1
+                if not self._num_held:
+                    self.tick += 1
                 continue
             if job is None:
                 return
-            self.busy = True
+            self._is_running = True
             job()
-            self.busy = False
+            self._is_running = False
             self.tick += 1

@@ -19,14 +19,10 @@ from octavo.config import GIB, WorkerConfig
 from octavo.errors import ConfigError
 from octavo_kernels.backend import Backend, KVLayout
 from octavo_worker.block_ops import BlockMover
+from octavo_worker.devices import open_device
 
 _log = logging.getLogger(__name__)
 MIN_BLOCKS = 4
-
-
-def layout_name(layout: KVLayout) -> str:
-    """Name of what a block's bytes mean, beside their dtype."""
-    return "block-major,k=d*t,v=t*d" + (",scales=t" if layout.is_quantized else "")
 
 
 @dataclass(frozen=True)
@@ -40,20 +36,20 @@ class PoolSize:
 class KVPool:
     """The tensors of both tiers and the moves between them.
 
-    device: (num_device_blocks, layers, 2, KV heads, tile_size) of the layout's pool_dtype; host: the same with
-    num_host_blocks, on the CPU, and pinned where the device is not. layers: K and V of each layer, views into `device`.
-    Moves between tiers run beside the computing where the device has a way to (`block_ops`): `before_use` is called
-    ahead of it.
+    device: (num_device_blocks + num_scratch_blocks, layers, 2, KV heads, tile_size) of the layout's pool_dtype; host:
+    the same with num_host_blocks, on the CPU, and locked in memory where the device copies by itself. Scratch blocks
+    lie behind the others, and no sequence gets them. layers: K and V of each layer, views into `device`. Moves between
+    tiers run beside the computing where the device has a way to (`block_ops`): `before_use` is called ahead of it.
     """
 
-    def __init__(self, layout: KVLayout, size: PoolSize, backend: Backend) -> None:
+    def __init__(self, layout: KVLayout, size: PoolSize, backend: Backend, num_scratch_blocks: int = 0) -> None:
         self.layout, self.size = layout, size
         self._mover = BlockMover(backend)
-        self.device = _zeros(layout, size.num_device_blocks, backend.device)
+        self.device = _zeros(layout, size.num_device_blocks + num_scratch_blocks, backend.device)
         self.layers = layout.layers(self.device)
         self.host = _zeros(layout, size.num_host_blocks, torch.device("cpu"))
-        if backend.device.type == "cuda" and size.num_host_blocks:
-            _pin(self.host)
+        if size.num_host_blocks:
+            open_device(backend.device).lock(self.host)
 
     def swap_out(self, device_blocks: Tensor, host_blocks: Tensor) -> int:
         """Copies device blocks to the host; columns (n,) int64 on the CPU. Returns the bytes moved."""
@@ -77,6 +73,12 @@ class KVPool:
     def before_use(self, device_blocks: NDArray[np.integer]) -> None:
         """Holds what is computed from here on until the moves under way of these device blocks are over."""
         self._mover.before_use(device_blocks)
+
+
+def layout_name(layout: KVLayout) -> str:
+    """A layout's name; equal names have equal bytes."""
+    k, v = ("d*t" if transposed else "t*d" for transposed in (layout.k_transposed, layout.v_transposed))
+    return f"block-major,k={k},v={v}" + (",scales=t" if layout.is_quantized else "")
 
 
 def size_pool(
@@ -142,16 +144,3 @@ def _zeros(layout: KVLayout, num_blocks: int, device: torch.device) -> Tensor:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=layout.pool_dtype).view(shape)
-
-
-def _pin(pool: Tensor) -> None:
-    """Locks a pool on the host in memory, so that the device can copy from and to it by itself.
-
-    torch's own allocator of pinned memory rounds up to a power of two, up to twice what was counted.
-    """
-    try:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), pool.nbytes, 0))
-    except RuntimeError as error:
-        raise ConfigError(
-            f"the host tier of {_gib(pool.nbytes)} cannot be locked in memory ({error}); give a smaller --swap-space"
-        ) from None

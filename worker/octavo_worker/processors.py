@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,8 +19,10 @@ from torch import Tensor
 
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_worker.bans import NO_BANS, BadWords, Bans, MaskArray, Problem, num_words, packed, unset
-from octavo_worker.grammar import GrammarEngine, PendingMasks, SequenceGrammar
 from octavo_worker.sequences import IntArray, SequenceTable, TokenArray
+
+if TYPE_CHECKING:
+    from octavo_worker.grammar import GrammarEngine, PendingMasks, SequenceGrammar
 
 # Bound of a changed logit. Any temperature and filter can work with it without an overflow, and no model comes near.
 _GREATEST = 1e30

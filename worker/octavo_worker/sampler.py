@@ -1,13 +1,14 @@
 """Chooses tokens from logits, and candidates for beams: small functions without state on (S, vocab) fp32 rows.
 
-Filters hold in the order temperature, top-k, top-p, min-p. Each turns into the least logit that a row keeps, so one
-comparison applies them all. Everything is computed row by row: a row's bits never depend on the other rows. The random
-numbers are the backend's (`gumbel_argmax`), keyed by seed and position alone.
+Filters hold in the order temperature, top-k, top-p, min-p; they turn into the least logit that a row keeps, which the
+backend finds (`least_kept`). Everything is computed row by row: a row's bits never depend on the other rows. The random
+numbers are the backend's too (`gumbel_argmax`), keyed by seed and position alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,6 @@ from octavo_worker.sequences import IntArray
 
 # Below this a temperature is taken as 0: the likeliest token. Dividing by it would overflow long before it mattered.
 MIN_TEMPERATURE = 1e-5
-# How many of the largest logits are sorted at first, and then, for the rows whose nucleus is larger.
-_SORTED_COUNTS = (256, 4096)
 _MASKED = float("-inf")
 
 
@@ -58,87 +57,25 @@ def sample(logits: Tensor, params: NDArray[np.void], positions: IntArray, backen
     logits: (S, vocab) fp32, -inf for banned ids of which each row leaves at least one, not mutated; params: (S,) of
     `PARAMS_DTYPE`; positions: (S,), the index in its sequence of the token that is sampled.
     """
-    device = logits.device
+    columns = [torch.from_numpy(column).to(logits.device) for column in sample_columns(params, positions)]
+    return sample_uploaded(logits, columns, backend)
+
+
+def sample_columns(params: NDArray[np.void], positions: IntArray) -> list[NDArray[Any]]:
+    """What `sample` needs of its rows, as columns that go to the device: temperatures, seeds, positions, (S,) each, and
+    where any row is filtered top_k, top_p and min_p. Decided here, so that the device need not be asked."""
     cool = np.where(params["temperature"] < MIN_TEMPERATURE, np.float32(0), params["temperature"])
-    chosen = logits
-    vocab = logits.shape[1]
-    top_k = np.where(params["top_k"] < vocab, params["top_k"], 0)
-    filtered = (cool > 0) & ((top_k > 0) | (params["top_p"] < 1) | (params["min_p"] > 0))
-    if filtered.any():
-        filtered_rows = torch.from_numpy(np.flatnonzero(filtered)).to(device)
-        part = _rows(chosen, filtered_rows)
-        least = least_kept(
-            part,
-            torch.from_numpy(cool[filtered]).to(device),
-            torch.from_numpy(top_k[filtered]).to(device),
-            torch.from_numpy(params["top_p"][filtered]).to(device),
-            torch.from_numpy(params["min_p"][filtered]).to(device),
-        )
-        part = part.masked_fill(part < least.unsqueeze(1), _MASKED)
-        chosen = part if len(part) == len(chosen) else chosen.index_copy(0, filtered_rows, part)
-    return backend.gumbel_argmax(
-        chosen,
-        torch.from_numpy(cool).to(device),
-        torch.from_numpy(params["seed"].copy()).to(device),
-        torch.from_numpy(positions).to(device),
-    )
+    columns = [cool, params["seed"].copy(), positions]
+    if ((cool > 0) & ((params["top_k"] > 0) | (params["top_p"] < 1) | (params["min_p"] > 0))).any():
+        columns += [params[name].copy() for name in ("top_k", "top_p", "min_p")]
+    return columns
 
 
-def least_kept(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """(R,) fp32: the least logit that the filters keep in each row; the likeliest token is always kept.
-
-    logits: (R, vocab); temperatures: (R,) above 0; top_k: (R,) int64, 0 for all; top_p: (R,), 1 for all; min_p: (R,),
-    0 for all. Tokens that equal the least are kept too, so that the order of equals never matters.
-    """
-    greatest = logits.amax(dim=1)
-    least = greatest + temperatures * torch.log(min_p)  # log(0) is -inf: no bound
-    rows = ((top_k > 0) | (top_p < 1)).nonzero().squeeze(1)
-    if len(rows):
-        bound = _sorted_bound(_rows(logits, rows), temperatures[rows], top_k[rows], top_p[rows])
-        least[rows] = torch.maximum(least[rows], bound)
-    return torch.minimum(least, greatest)
-
-
-def _rows(values: Tensor, rows: Tensor) -> Tensor:
-    """The given rows, which ascend; not copied where they are all, since copying logits costs more than computing."""
-    return values if len(rows) == len(values) else values.index_select(0, rows)
-
-
-def _sorted_bound(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The bound of top-k and top-p. Sorts only as many logits as the rows turn out to need."""
-    vocab = logits.shape[1]
-    bound = torch.empty_like(temperatures)
-    remaining = torch.arange(len(logits), device=logits.device)
-    for count in (*(count for count in _SORTED_COUNTS if count < vocab), vocab):
-        last, done = _bound_in_sorted_part(logits, temperatures, top_k, top_p, count)
-        bound[remaining[done]] = last[done]
-        remaining = remaining[~done]
-        if not len(remaining):
-            break
-        keep = (~done).nonzero().squeeze(1)
-        logits, temperatures, top_k, top_p = _rows(logits, keep), temperatures[keep], top_k[keep], top_p[keep]
-    return bound
-
-
-def _bound_in_sorted_part(
-    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
-    """(bounds, whether the `count` largest logits decide them), (R,) each."""
-    vocab = logits.shape[1]
-    values, ids = logits.topk(count, dim=1)
-    k = torch.where(top_k > 0, top_k, vocab)
-    inside = k <= count
-    by_mass = top_p < 1
-    kept = k
-    if by_mass.any():
-        sums = torch.softmax(logits / temperatures.unsqueeze(1), dim=1).gather(1, ids).double().cumsum(dim=1)
-        # Top-p is a share of what top-k left: of the k-th sum, or of 1 without top-k.
-        left = torch.where(inside, sums.gather(1, (k.clamp(max=count) - 1).unsqueeze(1)).squeeze(1), 1.0)
-        needed = 1 + (sums < (top_p.double() * left).unsqueeze(1)).sum(dim=1)
-        kept = torch.where(by_mass, needed.minimum(k), k)
-    done = inside | ((top_k == 0) & (kept <= count))
-    last = values.gather(1, (kept.clamp(max=count) - 1).unsqueeze(1)).squeeze(1)
-    return last, done
+def sample_uploaded(logits: Tensor, columns: list[Tensor], backend: Backend) -> Tensor:
+    """`sample` with columns that are on the device already."""
+    temperatures, seeds, positions, *filters = columns
+    least = backend.least_kept(logits, temperatures, *filters) if filters else None
+    return backend.gumbel_argmax(logits, temperatures, seeds, positions, least)
 
 
 def log_probabilities(logits: Tensor, token_ids: Tensor, num_tops: IntArray) -> LogprobRows:

@@ -41,6 +41,7 @@ PARAMS_DTYPE = np.dtype(
         ("num_candidates", np.int64),
     ]
 )
+UNKNOWN_TOKEN = -1
 _MIN_CAPACITY = 16
 
 
@@ -96,6 +97,10 @@ class RaggedRows:
         """Items firsts[i] to firsts[i] + counts[i] of each row, one row's behind the other's."""
         return self._data[_ranges(self._starts[rows] + firsts, counts)]
 
+    def replace(self, rows: IntArray, indices: IntArray, values: TokenArray) -> None:
+        """Writes values[i] over item indices[i] of row rows[i], which has it."""
+        self._data[self._starts[rows] + indices] = values
+
     def padded(self, rows: IntArray, width: int) -> TokenArray:
         """(len(rows), width): the first items of each row, padded with 0."""
         columns = np.arange(width)
@@ -129,8 +134,9 @@ class RaggedRows:
 class SequenceTable:
     """All sequences of a session.
 
-    rows: sequence id to row. tokens: prompt and output; blocks: block table; params: see `PARAMS_DTYPE`; processors:
-    row to what changes its logits, for the sequences that have such parameters.
+    rows: sequence id to row. tokens: prompt and output, `UNKNOWN_TOKEN` where it is not back from the device; blocks:
+    block table; params: see `PARAMS_DTYPE`; processors: row to what changes its logits, for the sequences that have
+    such parameters; versions: (rows,) int64, which grows whenever a row's sequence becomes another one, or none.
     """
 
     def __init__(self, num_rows: int = 64) -> None:
@@ -139,6 +145,7 @@ class SequenceTable:
         self.blocks = RaggedRows(num_rows)
         self.params = np.zeros(num_rows, PARAMS_DTYPE)
         self.processors: dict[int, SequenceProcessors] = {}
+        self.versions: IntArray = np.zeros(num_rows, np.int64)
         self._free = list(range(num_rows - 1, -1, -1))
 
     def put(
@@ -191,6 +198,7 @@ class SequenceTable:
         row = self.rows.pop(sequence_id, None)
         if row is None:
             return
+        self.versions[row] += 1
         self.tokens.clear(row)
         self.blocks.clear(row)
         self.processors.pop(row, None)
@@ -206,6 +214,7 @@ class SequenceTable:
     ) -> int:
         """Replaces all of a sequence but its params. Returns its row."""
         row = self._row_for(sequence_id)
+        self.versions[row] += 1
         self.tokens.set(row, tokens)
         self.blocks.set(row, blocks)
         self.processors.pop(row, None)
@@ -222,6 +231,7 @@ class SequenceTable:
             self.tokens.add_rows(count)
             self.blocks.add_rows(count)
             self.params = np.concatenate([self.params, np.zeros(count, PARAMS_DTYPE)])
+            self.versions = np.concatenate([self.versions, np.zeros(count, np.int64)])
             self._free = list(range(2 * count - 1, count - 1, -1))
         row = self._free.pop()
         self.rows[sequence_id] = row

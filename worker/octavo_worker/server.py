@@ -22,6 +22,8 @@ from octavo.worker.v1 import worker_pb2_grpc as pb_grpc
 from octavo_worker.executor import Executor, PlanError
 from octavo_worker.executor_thread import ExecutorThread
 from octavo_worker.session import Lease, Session, SessionError
+from octavo_worker.step import Step
+from octavo_worker.step_pipeline import StepPipeline
 from octavo_worker.tokenizer import TokenizerBundle
 
 _log = logging.getLogger(__name__)
@@ -53,10 +55,10 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         tokenizer: TokenizerBundle,
     ) -> None:
         self._executor, self._thread, self._lease = executor, thread, lease
+        self._pipeline = StepPipeline(thread)
         self._description, self._tokenizer = description, tokenizer
         self._outboxes: set[_Outbox] = set()
         self._stopping = False
-        self._step_ended_at = time.monotonic()
         self.device_failed = asyncio.Event()
 
     async def Describe(self, request: pb.DescribeRequest, context: object) -> pb.DescribeResponse:
@@ -169,23 +171,14 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
                 lambda: None if session.closed else self._executor.add_tokens(piece.sequence_id, piece.token_ids)
             )
         elif body == "plan":
-            future = self._thread.submit(lambda: self._execute(request.plan, session))
+            future = self._pipeline.submit(lambda: self._begin(request.plan, session), session.close)
             future.add_done_callback(outbox.threadsafe(lambda done: _deliver(done, outbox)))
 
-    def _execute(self, plan: pb.StepPlan, session: Session) -> pb.StepResult:
+    def _begin(self, plan: pb.StepPlan, session: Session) -> Step:
         """Runs in the executor's thread."""
         if session.closed:
             raise _End(grpc.StatusCode.CANCELLED, "the session has ended")
-        idle_us = min(int((time.monotonic() - self._step_ended_at) * 1e6), 0xFFFFFFFF)
-        try:
-            result = self._executor.execute(plan)
-        except Exception:
-            session.closed = True  # before the next plan, which may wait in the queue, is looked at
-            raise
-        finally:
-            self._step_ended_at = time.monotonic()
-        result.idle_us = idle_us
-        return result
+        return self._executor.begin(plan)
 
     async def _tick(self, outbox: _Outbox) -> None:
         """Asks for a progress message about once a second."""

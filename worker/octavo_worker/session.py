@@ -31,6 +31,10 @@ class Session:
         self._max_plans_in_flight = max_plans_in_flight
         self._next_step = 1
 
+    def close(self) -> None:
+        """Nothing of it is executed from here on: not even a plan that waits already."""
+        self.closed = True
+
     def accept(self, request: pb.RunRequest, now: float) -> None:
         """Takes a message into account. Raises SessionError when it does not fit."""
         self._check_header(request)

@@ -71,12 +71,23 @@ class WorkerConfig(Settings):
     )
     device: str = setting("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     kernel_backend: str = setting(
-        "auto", "kernels: auto takes the fastest that runs here and says which", choices=("auto", "cpu", "reference")
+        "auto",
+        "kernels: auto takes the fastest that runs here and says which",
+        choices=("auto", "cpu", "triton", "reference"),
+    )
+    attention_backend: str = setting(
+        "", "own attention, as MODULE:CLASS, in place of the kernels'; see docs/attention.md"
+    )
+    enforce_eager: bool = setting(
+        False, "compute decode steps on a GPU op by op, instead of by CUDA graphs that are recorded at start"
     )
     num_threads: int = setting(0, "compute threads; 0 takes the cores that this process may use", low=0, high=1024)
     block_size: int = setting(16, "tokens in a KV block: 8, 16 or 32", low=8, high=32)
     gpu_memory_utilization: float = setting(
-        0.9, "share of the memory that is free at start which weights and KV may take", low=0.01, high=1.0
+        0.9,
+        "share of the memory that is free at start which weights, KV and, on a GPU, the steps' own memory may take",
+        low=0.01,
+        high=1.0,
     )
     kv_cache_memory: float = setting(
         4.0, "most memory for KV blocks on a CPU device, in GiB; 0 is no cap", low=0.0, high=1 << 20

@@ -22,6 +22,7 @@ from octavo.config import (
     quiet_log_level,
     setting_names,
 )
+from octavo.errors import ConfigError
 
 # What only makes sense where others connect, or is the pair's own to decide.
 _PAIR_OWNED = frozenset(
@@ -41,10 +42,8 @@ _FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "download_dir": ((), "set the environment variable HF_HOME"),
     "enable_log_requests": ((False,), "requests are never logged; leave it out"),
     "enable_lora": ((False,), "adapters are not offered yet; leave it out"),
-    "enforce_eager": ((True, False), ""),
     "engine_use_ray": ((False,), "the engine is always processes of its own; leave it out"),
     "hf_token": ((), "set the environment variable HF_TOKEN"),
-    "kv_cache_dtype": (("auto",), "KV blocks have the data type of the weights; leave it out"),
     "limit_mm_per_prompt": ((), "models take text alone; leave it out"),
     "load_format": (("auto",), "the model's files say what they are; leave it out"),
     "max_logprobs": ((20,), "the limit is 20; leave it out"),
@@ -67,13 +66,22 @@ class EngineArgs:
     default. All are checked at once and can be read back as attributes. With `seed`, requests without a seed of their
     own get one derived from it. Immutable.
 
+    `attention_class` is `attention_backend` as a class, which the worker must be able to import, or as its name.
+
     A setting of vLLM's that Octavo has not is taken where its value asks for what is the case anyway. Raises TypeError
     for any other unknown setting, with a hint, and ConfigError for a value out of range.
     """
 
     def __init__(
-        self, model: str | os.PathLike[str] = DEFAULT_MODEL, *, seed: int | None = None, **settings: Any
+        self,
+        model: str | os.PathLike[str] = DEFAULT_MODEL,
+        *,
+        seed: int | None = None,
+        attention_class: type | str | None = None,
+        **settings: Any,
     ) -> None:
+        if attention_class is not None:
+            settings.setdefault("attention_backend", _import_name(attention_class))
         for name, value in settings.items():
             _check_known(name, value)
         known = {name: value for name, value in settings.items() if name in _SETTINGS}
@@ -132,6 +140,19 @@ class EngineArgs:
 
 
 AsyncEngineArgs = EngineArgs
+
+
+def _import_name(attention_class: type | str) -> str:
+    """MODULE:CLASS of a class, for a process that imports it. Raises ConfigError for one that no other can import."""
+    if isinstance(attention_class, str):
+        return attention_class
+    module, name = attention_class.__module__, attention_class.__qualname__
+    if module == "__main__" or "<locals>" in name:
+        raise ConfigError(
+            f"attention_class is {module}.{name}; the worker is a process of its own and must be able to import the "
+            "class: put it into a module"
+        )
+    return f"{module}:{name}"
 
 
 def _check_known(name: str, value: Any) -> None:

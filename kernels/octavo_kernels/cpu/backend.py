@@ -13,13 +13,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo_kernels.backend import AttentionBatch, DecoderLayer, DecoderShape, LayerKV
+from octavo_kernels.backend import AttentionBatch, DecoderLayer, DecoderShape, KVLayout, LayerKV
+from octavo_kernels.composed import rotary_write_kv
 from octavo_kernels.cpu.checks import DTYPES, check_batch, check_column, check_rotary_table, dtype_code, refuse
 from octavo_kernels.cpu.layers import CpuDecoderLayers
 from octavo_kernels.cpu.library import PagedKV, choose_isa, load_library
 from octavo_kernels.cpu.linear import CpuLinear
 from octavo_kernels.cpu.topology import usable_cores
+from octavo_kernels.decode_state import DecodeColumns, DecodeInputs, DecodeState, advance_decode
 from octavo_kernels.errors import InvalidArgumentError, KernelError
+from octavo_kernels.filters import least_kept, without_least
 from octavo_kernels.int4 import Int4Weight
 
 _INT8 = 3  # K and V with scales; see csrc/common.h
@@ -42,6 +45,7 @@ class CpuBackend:
     name = "cpu"
     row_invariant = True
     has_fast_int8 = True
+    only_enqueues = False
 
     def __init__(
         self, *, num_threads: int | None = None, isa: str | None = None, spin_us: int = DEFAULT_SPIN_US
@@ -160,6 +164,13 @@ class CpuBackend:
             )
         )
 
+    def kv_layout(
+        self, *, num_layers: int, num_kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
+    ) -> KVLayout:
+        if dtype is torch.float8_e4m3fn:
+            raise InvalidArgumentError("the cpu backend stores no K and V in 8-bit floats; int8 takes as much memory")
+        return KVLayout(num_layers, num_kv_heads, head_dim, block_size, dtype)
+
     def write_kv(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
         paged = self.paged_kv(kv)
         tokens, dtype = k.shape[0], _given_dtype(kv, k, "k")
@@ -187,9 +198,33 @@ class CpuBackend:
             )
         )
 
-    def paged_attention(
-        self, q: Tensor, kv: LayerKV, batch: AttentionBatch, *, scale: float, sliding_window: int | None = None
+    def rotary_write_kv(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        kv: LayerKV,
+        slots: Tensor,
+        *,
+        norms: tuple[Tensor, Tensor] | None = None,
+        eps: float = 0.0,
     ) -> Tensor:
+        return rotary_write_kv(self, qkv, positions, cos_sin, kv, slots, norms, eps)
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv: LayerKV,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if soft_cap is not None or sinks is not None:
+            name = "soft_cap" if soft_cap is not None else "sinks"
+            raise InvalidArgumentError(f"the cpu backend has no attention with {name}; the reference backend does")
         paged = self.paged_kv(kv)
         kv_heads, head_dim = kv.k.shape[1], kv.k.shape[2]
         dtype = _given_dtype(kv, q, "q")
@@ -269,10 +304,16 @@ class CpuBackend:
             )
         )
 
-    def gumbel_argmax(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    def least_kept(self, logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+        return least_kept(logits, temperatures, top_k, top_p, min_p)
+
+    def gumbel_argmax(
+        self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, least: Tensor | None = None
+    ) -> Tensor:
         if logits.dtype is not torch.float32 or logits.dim() != 2 or logits.stride(1) != 1 or logits.shape[1] == 0:
             refuse("logits", logits, "(rows, vocab) of float32, the last dimension contiguous, is needed")
         rows, vocab = logits.shape
+        logits = without_least(logits, least)
         check_column(temperatures, "temperatures", rows, torch.float32)
         check_column(seeds, "seeds", rows, torch.int64)
         check_column(positions, "positions", rows, torch.int64)
@@ -314,6 +355,9 @@ class CpuBackend:
                 masks.shape[1],
             )
         )
+
+    def advance_decode(self, state: DecodeState, columns: DecodeColumns, inputs: DecodeInputs) -> None:
+        advance_decode(state, columns, inputs)  # nothing is ahead of a CPU, so there is no time to win
 
     def paged_kv(self, kv: LayerKV) -> PagedKV:
         """The layer's description for the library; made once while the layer lives."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from octavo_kernels.backend import results_dtype
 from octavo_kernels.cpu.checks import DTYPES, dtype_code, refuse
 from octavo_kernels.errors import InvalidArgumentError
 from octavo_kernels.int4 import Int4Weight
@@ -43,9 +44,7 @@ class CpuLinear:
                 refuse("bias", bias, f"a ({self.out_features},) is needed")
             bias = bias.to(torch.float32).contiguous()
             bias_pointer = bias.data_ptr()
-        self.dtype, self.out_dtype = dtype, out_dtype or dtype
-        if self.out_dtype not in (dtype, torch.float32):
-            raise InvalidArgumentError(f"out_dtype is {out_dtype}; it must be {dtype} or torch.float32")
+        self.dtype, self.out_dtype = dtype, results_dtype(out_dtype, dtype)
         self._backend = backend  # keeps the context alive
         self._context = backend.context
         library = backend.library

@@ -1,0 +1,96 @@
+"""The GPU's benchmark runs before it meets a GPU: a tiny model on the CPU, every part but the one that needs
+transformers. What it measures means nothing here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> dict[str, Any]:
+    """The results of a run of the script."""
+    program = subprocess.run(
+        [sys.executable, "benchmarks/bench_gpu.py", "--device", "cpu", "--tiny", "--out", str(folder), *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert program.returncode == 0, program.stdout + program.stderr
+    (path,) = folder.glob("gpu-*.json")
+    assert f"written to {path}" in program.stdout
+    results: dict[str, Any] = json.loads(path.read_text())
+    assert results["failures"] == {}
+    return results
+
+
+def test_every_part_measures_something(tmp_path: Path) -> None:
+    parts = [f"--only={part}" for part in ("equality", "kernels", "decode", "prefill", "swap", "load")]
+    results = run(tmp_path, "--kernel-backend", "reference", *parts)
+    assert results["backend"].startswith("reference")
+    assert results["rates"]["bytes_per_s"] > 0
+    rows = {row["name"].strip(): row for row in results["rows"]}
+    for name in (
+        "rms_norm, float32: equal",
+        "attention, decode, 3 x 40",
+        "linear, qkv, 1 rows",
+        "decode step, 3 x 40",
+        "without work between steps, 3 x 40",
+        "prompt of 32 tokens",
+        "swap in, 4 blocks of 8 KiB",
+        "4 requests of 12 + 5 tokens",
+    ):
+        assert rows[name]["value"] >= 0
+    assert rows["decode step, 3 x 40"]["ratio"] > 0
+    assert rows["decode step, 3 x 40"]["facts"]["floor_s"] > 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_kernels_of_the_gpu_equal_the_oracle(tmp_path: Path) -> None:
+    results = run(tmp_path, "--kernel-backend", "triton", "--only", "equality", TRITON_INTERPRET="1")
+    assert results["backend"] == "triton (cpu, interpreted)"
+    assert {"linear of 4 bits, 1 rows, float32: equal", "advance_decode, float32: equal"} <= {
+        row["name"] for row in results["rows"]
+    }
+
+
+def test_a_part_that_fails_is_told_and_the_others_go_on(tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('no such luck')")
+    arguments = ["--kernel-backend", "reference", "--only", "peer", "--out", str(tmp_path)]
+    program = subprocess.run(
+        [sys.executable, "benchmarks/bench_gpu.py", "--device", "cpu", "--tiny", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert program.returncode == 1, program.stdout + program.stderr
+    assert "FAILED transformers: ImportError: no such luck" in program.stdout
+    (path,) = tmp_path.glob("gpu-*.json")
+    results = json.loads(path.read_text())
+    assert list(results["failures"]) == ["transformers"]
+    assert "4 requests of 12 + 5 tokens" in {row["name"] for row in results["rows"]}
+
+
+def test_without_a_gpu_it_says_how_to_try_it() -> None:
+    program = subprocess.run(
+        [sys.executable, "benchmarks/bench_gpu.py"],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert program.returncode == 2
+    assert "torch finds no CUDA device; --device cpu --tiny tries the benchmark without one" in program.stderr
