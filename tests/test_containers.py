@@ -39,6 +39,7 @@ def load_script(path: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it there
     spec.loader.exec_module(module)
     return module
 

@@ -268,21 +268,21 @@ async def test_a_client_that_leaves_is_released_with_the_next_plan() -> None:
         assert router.value("octavo_requests_finished_total", reason="abort") == 1
 
 
-async def test_a_request_that_has_ended_is_freed_without_a_collection() -> None:
-    def num_groups() -> int:
-        return sum(isinstance(item, SequenceGroup) for item in gc.get_objects())
+async def test_requests_that_have_ended_are_freed_without_a_collection() -> None:
+    def groups() -> set[int]:
+        return {id(item) for item in gc.get_objects() if type(item) is SequenceGroup}
 
     async with serving() as router:
         gc.collect()
-        before = num_groups()
+        before = groups()
         gc.disable()
         try:
-            stream = router.submit(make_request(max_tokens=3, n=2))
-            assert num_groups() == before + 1
-            assert [update async for update in stream]
-            await router.until_idle()
+            for _ in range(5):
+                stream = router.submit(make_request(max_tokens=3, n=2))
+                assert [update async for update in stream]
+                await router.until_idle()
             del stream
-            await until(lambda: num_groups() == before)
+            await until(lambda: len(groups() - before) <= 1)  # the last one may be in somebody's hands
         finally:
             gc.enable()
 
