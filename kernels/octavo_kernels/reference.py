@@ -19,164 +19,24 @@ from octavo_kernels.backend import (
     DecoderShape,
     KVLayout,
     LayerKV,
-    results_dtype,
 )
 from octavo_kernels.composed import rotary_write_kv
 from octavo_kernels.decode_state import DecodeColumns, DecodeInputs, DecodeState, advance_decode
 from octavo_kernels.errors import InvalidArgumentError
 from octavo_kernels.filters import least_kept, without_least
-from octavo_kernels.int4 import GROUP, Int4Weight
+from octavo_kernels.int4 import Int4Weight
 from octavo_kernels.layers import ComposedLayers
 from octavo_kernels.philox import gumbel_noise
+from octavo_kernels.reference_linear import (
+    ReferenceInt4Linear,
+    ReferenceInt8Linear,
+    ReferenceLinear,
+    scale_rows,
+    wide,
+)
 
 # Elements of one intermediate tensor of attention: bounds its memory.
 _TILE_ELEMENTS = 1 << 25
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float64 else x.to(torch.float32)
-
-
-class ReferenceLinear:
-    """A linear layer over a widened copy of its weights."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> None:
-        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-            raise InvalidArgumentError(
-                f"weight has shape {tuple(weight.shape)} and bias {None if bias is None else tuple(bias.shape)}; "
-                "(out_features, in_features) and (out_features,) are needed"
-            )
-        self.out_features, self.in_features = weight.shape
-        self._dtype, self._out_dtype = weight.dtype, results_dtype(out_dtype, weight.dtype)
-        self._weight = _wide(weight)
-        self._bias = None if bias is None else _wide(bias)
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if x.dtype is not self._dtype or x.dim() != 2 or x.shape[1] != self.in_features:
-            raise InvalidArgumentError(
-                f"x has shape {tuple(x.shape)} and dtype {x.dtype}; "
-                f"(rows, {self.in_features}) of {self._dtype} is needed"
-            )
-        out = torch.nn.functional.linear(_wide(x), self._weight, self._bias)
-        if residual is not None:
-            if residual.shape != out.shape or residual.dtype is not x.dtype or x.dtype is not self._out_dtype:
-                raise InvalidArgumentError(
-                    f"residual has shape {tuple(residual.shape)} and dtype {residual.dtype}; "
-                    f"{tuple(out.shape)} of {x.dtype} is needed"
-                )
-            out = out + _wide(residual)
-        return out.to(self._out_dtype)
-
-
-class ReferenceInt8Linear:
-    """The arithmetic of `Backend.int8_linear`, integers held exactly in float64."""
-
-    def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        group: int | None,
-        out_dtype: torch.dtype | None = None,
-    ) -> None:
-        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-            raise InvalidArgumentError(
-                f"weight has shape {tuple(weight.shape)} and bias {None if bias is None else tuple(bias.shape)}; "
-                "(out_features, in_features) and (out_features,) are needed"
-            )
-        if group is not None and (group < 64 or group % 64 != 0):
-            raise InvalidArgumentError(f"group is {group}; it must be a multiple of 64")
-        self.out_features, self.in_features = weight.shape
-        self._dtype, self._group = dtype, group or self.in_features
-        self._out_dtype = results_dtype(out_dtype, dtype)
-        integers, scales = quantize_rows(weight.to(torch.float32), self.in_features)
-        self._weight, self._scales = integers.squeeze(1), scales.squeeze(1)
-        self._bias = None if bias is None else bias.to(torch.float32)
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if x.dtype is not self._dtype or x.dim() != 2 or x.shape[1] != self.in_features:
-            raise InvalidArgumentError(
-                f"x has shape {tuple(x.shape)} and dtype {x.dtype}; "
-                f"(rows, {self.in_features}) of {self._dtype} is needed"
-            )
-        integers, scales = quantize_rows(x.to(torch.float32), self._group)
-        out = torch.zeros((x.shape[0], self.out_features), dtype=torch.float32, device=x.device)
-        for index, columns in enumerate(self._weight.split(self._group, dim=1)):
-            dots = integers[:, index, : columns.shape[1]] @ columns.T  # exact
-            scale = scales[:, index, None]
-            # Multiply-add fused: the product of two fp32 numbers is exact in float64.
-            out = (scale.double() * dots.float().double() + out.double()).float()
-        out = out * self._scales
-        if self._bias is not None:
-            out = out + self._bias
-        if residual is not None:
-            if residual.shape != out.shape or residual.dtype is not x.dtype or x.dtype is not self._out_dtype:
-                raise InvalidArgumentError(
-                    f"residual has shape {tuple(residual.shape)} and dtype {residual.dtype}; "
-                    f"{tuple(out.shape)} of {x.dtype} is needed"
-                )
-            out = out + residual.float()
-        return out.to(self._out_dtype)
-
-
-class ReferenceInt4Linear:
-    """The arithmetic of `Backend.int4_linear`, integers and products of two fp32 numbers held exactly in float64."""
-
-    def __init__(
-        self, weight: Int4Weight, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype | None = None
-    ) -> None:
-        self.out_features, self.in_features = weight.integers.shape
-        if bias is not None and bias.shape != (self.out_features,):
-            raise InvalidArgumentError(f"bias has shape {tuple(bias.shape)}; ({self.out_features},) is needed")
-        self._dtype, self._out_dtype = dtype, results_dtype(out_dtype, dtype)
-        self._integers = weight.integers.double()
-        self._scales, self._minimums = weight.scales.float().T, weight.minimums.float().T  # (groups, out_features)
-        self._bias = None if bias is None else bias.to(torch.float32)
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if x.dtype is not self._dtype or x.dim() != 2 or x.shape[1] != self.in_features:
-            raise InvalidArgumentError(
-                f"x has shape {tuple(x.shape)} and dtype {x.dtype}; "
-                f"(rows, {self.in_features}) of {self._dtype} is needed"
-            )
-        integers, scales = quantize_rows(x.to(torch.float32), GROUP)
-        sums = scales * integers.sum(dim=-1).float()  # (rows, groups)
-        out = torch.zeros((x.shape[0], self.out_features), dtype=torch.float32, device=x.device)
-        for group, columns in enumerate(self._integers.split(GROUP, dim=1)):
-            dots = (integers[:, group, : columns.shape[1]] @ columns.T).float() * self._scales[group]
-            out = (scales[:, group, None].double() * dots.double() + out.double()).float()
-            out = (sums[:, group, None].double() * self._minimums[group].double() + out.double()).float()
-        if self._bias is not None:
-            out = out + self._bias
-        if residual is not None:
-            if residual.shape != out.shape or residual.dtype is not x.dtype or x.dtype is not self._out_dtype:
-                raise InvalidArgumentError(
-                    f"residual has shape {tuple(residual.shape)} and dtype {residual.dtype}; "
-                    f"{tuple(out.shape)} of {x.dtype} is needed"
-                )
-            out = out + residual.float()
-        return out.to(self._out_dtype)
-
-
-def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """8-bit integers and scales of every group of each row, by the rules of `Backend.int8_linear`.
-
-    x: (rows, n) fp32. Returns (rows, groups, group) float64 with values in -127..127, zero behind n, and (rows, groups)
-    fp32.
-    """
-    values, scales = _scale_rows(x, group, 127.0)
-    return values.round().double(), scales
-
-
-def _scale_rows(x: Tensor, group: int, limit: float) -> tuple[Tensor, Tensor]:
-    """Every group of each row brought to the largest magnitude `limit`, not yet rounded; shapes as `quantize_rows`."""
-    groups = torch.nn.functional.pad(x, (0, -x.shape[1] % group)).unflatten(1, (-1, group))
-    magnitude = groups.abs().amax(dim=-1)
-    is_finite, is_zero = magnitude.isfinite(), magnitude < 2.0**-100
-    largest = torch.full_like(magnitude, limit)  # a number over a tensor would be a reciprocal and a product
-    scales = (magnitude / largest).masked_fill(is_zero, 0.0).masked_fill(~is_finite, float("nan"))
-    inverse = (largest / magnitude).masked_fill(is_zero | ~is_finite, 0.0)
-    return (groups * inverse.unsqueeze(-1)).masked_fill(~is_finite.unsqueeze(-1), 0.0), scales
 
 
 class ReferenceBackend:
@@ -228,9 +88,9 @@ class ReferenceBackend:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.shape != x.shape[-1:]:
             raise InvalidArgumentError(f"weight has shape {tuple(weight.shape)}; {tuple(x.shape[-1:])} is needed")
-        wide = _wide(x)
-        scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-        return (wide * scale * _wide(weight)).to(x.dtype)
+        widened = wide(x)
+        scale = torch.rsqrt(widened.square().mean(dim=-1, keepdim=True) + eps)
+        return (widened * scale * wide(weight)).to(x.dtype)
 
     def rotary(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> None:
         max_positions, rotary_dim = cos_sin.shape
@@ -239,8 +99,8 @@ class ReferenceBackend:
             raise InvalidArgumentError(
                 f"rotary_dim is {rotary_dim}; it must be even and at most head_dim, {x.shape[2]}"
             )
-        cos, sin = cos_sin[positions.long(), None].to(_wide(x).dtype).chunk(2, dim=-1)  # (T, 1, rotary_dim / 2)
-        a, b = _wide(x[..., :rotary_dim]).chunk(2, dim=-1)
+        cos, sin = cos_sin[positions.long(), None].to(wide(x).dtype).chunk(2, dim=-1)  # (T, 1, rotary_dim / 2)
+        a, b = wide(x[..., :rotary_dim]).chunk(2, dim=-1)
         x[..., :rotary_dim] = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
     def kv_layout(
@@ -304,7 +164,7 @@ class ReferenceBackend:
         return out.flatten(1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        gate, up = _wide(gate_up).chunk(2, dim=-1)
+        gate, up = wide(gate_up).chunk(2, dim=-1)
         return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
 
     def copy_blocks(self, pool: Tensor, sources: Tensor, targets: Tensor) -> None:
@@ -390,7 +250,7 @@ def _quantize_heads(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
     x: (T, heads, head_dim). Returns (T, heads, head_dim) int8, or the bits of e4m3 as uint8, and (T, heads) fp32.
     """
-    values, scales = _scale_rows(x.flatten(0, 1).to(torch.float32), x.shape[2], QUANTIZED_LIMITS[dtype])
+    values, scales = scale_rows(x.flatten(0, 1).to(torch.float32), x.shape[2], QUANTIZED_LIMITS[dtype])
     stored = values.to(dtype).view(torch.uint8) if dtype is torch.float8_e4m3fn else values.round().to(torch.int8)
     return stored.view(x.shape), scales.view(x.shape[:2])
 
@@ -399,7 +259,7 @@ def _gather(stored: Tensor, blocks: Tensor) -> Tensor:
     """stored[blocks], widened; torch has no indexing of 8-bit floats."""
     if stored.dtype is torch.float8_e4m3fn:
         return stored.view(torch.uint8)[blocks].view(torch.float8_e4m3fn).to(torch.float32)
-    return _wide(stored[blocks])
+    return wide(stored[blocks])
 
 
 def _sequences_at_once(q: Tensor, kv: LayerKV, batch: AttentionBatch, queries: int) -> int:
@@ -460,7 +320,7 @@ def _attend(
     # What lies behind a context is anything at all, NaN included.
     v = v.masked_fill((column >= context_lens[:, None])[:, None, :, None], 0.0)
     heads = k.shape[1]
-    query = _wide(q[tokens]).unflatten(2, (heads, -1))  # (s, n, h, g, d)
+    query = wide(q[tokens]).unflatten(2, (heads, -1))  # (s, n, h, g, d)
     position = batch.positions[tokens].long()[..., None]  # (s, n, 1)
     visible = column <= position
     if softmax.sliding_window is not None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo_kernels import InvalidArgumentError
-from octavo_kernels.reference import quantize_rows
+from octavo_kernels.reference_linear import quantize_rows
 from tests.kernels.cases import DTYPES, ISAS, normal
 
 # (out_features, in_features, rows, group)

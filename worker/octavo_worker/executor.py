@@ -383,16 +383,13 @@ class Executor:
         """Samples behind the sequences in `chosen`, or finds candidates. logits: a row for each of them; mutated where
         nothing else needs them; masks: of their grammars.
         """
-        rows = scheduled.rows[chosen]
-        positions = scheduled.starts[chosen] + scheduled.counts[chosen]
-        params = self.table.params[rows]
+        params = self.table.params[scheduled.rows[chosen]]
         if _is_plain(params):
+            positions = scheduled.starts[chosen] + scheduled.counts[chosen]
             token_ids = sample(logits, params, positions, self.backend)
-            is_bad = (token_ids < 0).cpu().numpy()
-            if is_bad.any():
-                self._fail_not_finite(scheduled, chosen[is_bad])
-                chosen, rows, token_ids = chosen[~is_bad], rows[~is_bad], _take(token_ids, ~is_bad)
-            self._append(scheduled, chosen, token_ids, result)
+            is_sampled = (token_ids >= 0).cpu().numpy()
+            self._fail_not_finite(scheduled, chosen[~is_sampled])
+            self._append(scheduled, chosen[is_sampled], _take(token_ids, is_sampled), result)
             return
         finite = finite_rows(logits)
         self._fail_not_finite(scheduled, chosen[~finite])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo_kernels.backend import results_dtype
 from octavo_kernels.errors import InvalidArgumentError
-from octavo_kernels.reference import quantize_rows as reference_quantize_rows
+from octavo_kernels.reference_linear import quantize_rows as reference_quantize_rows
 from octavo_kernels.triton.checks import ACTIVATION_DTYPES
 from octavo_kernels.triton.device import device_traits
 from octavo_kernels.triton.linear_tiles import (

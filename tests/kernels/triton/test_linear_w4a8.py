@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from octavo_kernels import InvalidArgumentError
-from octavo_kernels.reference import quantize_rows
+from octavo_kernels.reference_linear import quantize_rows
 from octavo_kernels.triton.linear_w4a8 import W4A8Linear
 from tests.kernels.cases import DTYPES, normal
 

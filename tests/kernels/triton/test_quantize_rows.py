@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from octavo_kernels.reference import quantize_rows as reference_quantize_rows
+from octavo_kernels.reference_linear import quantize_rows as reference_quantize_rows
 from octavo_kernels.triton.quantize_rows import quantize_rows
 from tests.kernels.cases import DTYPES, normal
 

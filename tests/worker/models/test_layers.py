@@ -9,7 +9,8 @@ from torch import Tensor
 
 from octavo_kernels import Backend, BackendUnavailableError, load_backend
 from octavo_kernels.int4 import Int4Weight
-from octavo_kernels.reference import ReferenceBackend, ReferenceInt4Linear, ReferenceInt8Linear, ReferenceLinear
+from octavo_kernels.reference import ReferenceBackend
+from octavo_kernels.reference_linear import ReferenceInt4Linear, ReferenceInt8Linear, ReferenceLinear
 from octavo_worker.loaders.checkpoint import open_checkpoint
 from octavo_worker.loaders.source import find_model
 from octavo_worker.models.decoder import Decoder
