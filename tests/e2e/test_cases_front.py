@@ -261,7 +261,8 @@ def test_br088_a_burst_of_connections_is_answered(odd: Server) -> None:
     async def burst() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=odd.http_url, limits=limits, timeout=CALL_TIMEOUT_S) as client:
-            body = {"prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True}
+            bias = {str(BROKEN_TOKEN): -100.0}  # of so many tokens chance would take it
+            body = {"prompt": [5, 6, 7], "max_tokens": 3, "ignore_eos": True, "logit_bias": bias}
             return await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(200)))
 
     responses = asyncio.run(burst())
