@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,22 @@ class _ReplayConnection(asyncio.Protocol):
             self._add(self._transport)
 
 
+@contextlib.contextmanager
+def _giving_way() -> Iterator[None]:
+    """Has the calling thread wait for a core rather than stop whoever computes there, where the system can do that:
+    what drives an engine stands for a router elsewhere.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        yield
+        return
+    policy, param = os.sched_getscheduler(0), os.sched_getparam(0)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, param)
+
+
 class EngineSide:
     """A worker, driven by plans that were made beforehand, as many ahead as it takes."""
 
@@ -160,7 +177,8 @@ class EngineSide:
             block_size=self._about.kv_memory.block_size,
         )
         if event is None:
-            return await self._execute(plans, len(prompts) * num_tokens, lambda: None)
+            with _giving_way():
+                return await self._execute(plans, len(prompts) * num_tokens, lambda: None)
         replay = Replay()
         async with replay.serving() as address:
             clients = [asyncio.create_task(stream_completion(address, {"prompt": list(prompt)})) for prompt in prompts]

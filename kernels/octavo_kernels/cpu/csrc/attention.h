@@ -13,19 +13,31 @@ namespace attention {
 #include "attention_int8.h"
 #include "attention_passes.h"
 
-// Fills the tile's table of halves up to the position `end`, and behind it with copies of the last entry.
-void find_halves(const Tile& tile, const Item& item, int64_t num_halves, int64_t end) {
-  const PagedKV& kv = tile.args->kv;
+// Positions that a tile's rows attend to, from a multiple of 16 on.
+struct Reach {
+  int64_t base, end;
+
+  Reach(const AttentionArgs& args, const Item& item) {
+    const int64_t begin = args.positions[item.token], window = args.sliding_window;
+    base = (window > 0 ? most(0, begin - window + 1) : 0) / kLanes * kLanes;
+    end = args.positions[item.token + item.tokens - 1] + int64_t{1};
+  }
+  int64_t groups() const { return (end - base + kLanes - 1) / kLanes; }
+};
+
+// Writes where the first `count` groups of a tile lie; behind its last half stand copies of it.
+void find_halves(const AttentionArgs& args, const Item& item, Reach reach, int64_t count, Half* halves) {
+  const PagedKV& kv = args.kv;
   const int64_t size = item_size(kv.dtype);
-  const int32_t* table = tile.args->block_tables + item.sequence * tile.args->block_table_stride;
-  int64_t block = tile.base / kv.block_size, offset = tile.base % kv.block_size;
-  for (int64_t h = 0; h < num_halves; ++h) {
-    if (tile.base + 8 * h >= end) {
-      tile.halves[h] = tile.halves[h - 1];
+  const int32_t* table = args.block_tables + item.sequence * args.block_table_stride;
+  int64_t block = reach.base / kv.block_size, offset = reach.base % kv.block_size;
+  for (int64_t h = 0; h < 2 * count; ++h) {
+    if (reach.base + 8 * h >= reach.end) {
+      halves[h] = halves[h - 1];
       continue;
     }
     const int64_t start = (table[block] * kv.block_stride + item.head * kv.head_stride) * size;
-    Half& half = tile.halves[h];
+    Half& half = halves[h];
     half.k = kv.k + start + offset * size;
     half.v = kv.v + start + offset * kv.head_dim * size;
     half.k_scales = reinterpret_cast<const float*>(kv.k + start + kv.head_dim * kv.block_size) + offset;
@@ -38,23 +50,23 @@ void find_halves(const Tile& tile, const Item& item, int64_t num_halves, int64_t
   }
 }
 
-// Lays out a tile in the thread's scratch memory.
+// Lays out a tile in the thread's scratch memory. next: the item that the thread computes afterwards, or the same.
 template <class T, class M>
-Tile prepare(Pool& pool, const AttentionArgs& args, const Item& item, int thread) {
+Tile prepare(Pool& pool, const AttentionArgs& args, const Item& item, const Item& next, int thread) {
   const PagedKV& kv = args.kv;
   const int64_t group_heads = args.num_heads / kv.num_kv_heads;
   Tile tile;
   tile.args = &args;
   tile.rows = item.tokens * group_heads;
-  const int64_t begin = args.positions[item.token], end = args.positions[item.token + item.tokens - 1] + int64_t{1};
-  const int64_t window = args.sliding_window;
-  tile.base = (window > 0 ? most(0, begin - window + 1) : 0) / kLanes * kLanes;
-  tile.groups = (end - tile.base + kLanes - 1) / kLanes;
+  const Reach reach(args, item);
+  tile.base = reach.base;
+  tile.groups = reach.groups();
+  tile.ahead = least(kAhead, tile.groups);
   tile.q_stride = round_up(kv.head_dim, kLanes);
   tile.score_stride = tile.groups * kLanes + kLanes;  // a power of two would meet the same cache sets in every row
   tile.acc_stride = round_up(kv.head_dim, 4 * kLanes);
   tile.value_blocks = (tile.base % kValueBlock + tile.groups * kLanes + kValueBlock - 1) / kValueBlock;
-  const int64_t num_halves = 2 * (tile.groups + kAhead);
+  const int64_t num_halves = 2 * (tile.groups + tile.ahead);
   const int64_t row_bytes = 4 * (tile.q_stride + tile.score_stride + tile.acc_stride + tile.value_blocks + 16 + 6);
   const int64_t bytes = num_halves * int64_t{sizeof(Half)} + tile.rows * row_bytes + 9 * 64;
   char* memory = pool.scratch(thread, static_cast<size_t>(bytes));
@@ -72,11 +84,13 @@ Tile prepare(Pool& pool, const AttentionArgs& args, const Item& item, int thread
   tile.weight_scales = reinterpret_cast<float*>(take(tile.rows * tile.value_blocks * 4));
   tile.acc = reinterpret_cast<float*>(take(tile.rows * tile.acc_stride * 4));
   tile.sums = reinterpret_cast<float*>(take(tile.rows * 4));
-  find_halves(tile, item, num_halves, end);
+  find_halves(args, item, reach, tile.groups, tile.halves);
+  find_halves(args, next, Reach(args, next), tile.ahead, tile.halves + 2 * tile.groups);
   const typename T::item* q = reinterpret_cast<const typename T::item*>(args.q);
   for (int64_t row = 0; row < tile.rows; ++row) {
     const int64_t token = item.token + row / group_heads, head = item.head * group_heads + row % group_heads;
     const int64_t position = args.positions[token];
+    const int64_t window = args.sliding_window;
     tile.first[row] = (window > 0 ? most(0, position - window + 1) : 0) - tile.base;
     tile.last[row] = position + 1 - tile.base;
     const float q_scale =
@@ -91,6 +105,7 @@ Tile prepare(Pool& pool, const AttentionArgs& args, const Item& item, int thread
 struct Context {
   const AttentionArgs* args;
   const Item* items;
+  int64_t count;
   Pool* pool;
 };
 
@@ -100,7 +115,8 @@ void item(void* context, int64_t index, int thread) {
   const Context& job = *static_cast<const Context*>(context);
   const AttentionArgs& args = *job.args;
   const Item& item = job.items[index];
-  const Tile tile = prepare<T, M>(*job.pool, args, item, thread);
+  const Item& next = job.items[least(index + 1, job.count - 1)];
+  const Tile tile = prepare<T, M>(*job.pool, args, item, next, thread);
   if (args.kv.block_size % kLanes != 0) {
     weigh<M, kEight>(tile);
   } else if (M::kScaled && args.kv.block_size == kSixteen) {
@@ -142,7 +158,7 @@ void run(Pool& pool, const AttentionArgs& args) {
   const int64_t count = make_items(args, nullptr);
   Item* items = reinterpret_cast<Item*>(pool.shared_scratch(static_cast<size_t>(count) * sizeof(Item)));
   make_items(args, items);
-  Context context{&args, items, &pool};
+  Context context{&args, items, count, &pool};
   switch (args.kv.dtype) {
     case kI8:
       return with_dtype(args.dtype, [&](auto t) { pool.run(count, item<decltype(t), Integers>, &context); });

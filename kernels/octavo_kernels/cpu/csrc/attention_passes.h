@@ -4,23 +4,25 @@
 template <class M, int SPAN, int R, int P>
 OCTAVO_INLINE void score_tile(const Tile& tile, int64_t row, int64_t group) {
   typedef typename M::Item Item;
-  // Rows of K that a line of the cache holds, in blocks of 16.
-  constexpr int64_t kLineRows = most(M::kStep, 64 / (kLanes * sizeof(Item)));
+  constexpr int64_t kStepLines = most(1, M::kStep / kKeyRows<Item>), kLineRows = kStepLines * kKeyRows<Item>;
   const int64_t head_dim = tile.args->kv.head_dim, block_size = tile.args->kv.block_size, q_stride = tile.q_stride;
   const typename M::Query* q = reinterpret_cast<const typename M::Query*>(tile.q) + row * q_stride;
   typename M::Sum acc[R][P];
-  const Item *low[P], *high[P], *next[P];
+  const Item *low[P], *high[P];
+  Lines next[P];
   OCTAVO_UNROLL for (int p = 0; p < P; ++p) {
     const Half* half = tile.halves + 2 * (group + p);
     low[p] = reinterpret_cast<const Item*>(half[0].k);
     high[p] = reinterpret_cast<const Item*>(half[1].k);
-    next[p] = reinterpret_cast<const Item*>(half[2 * kAhead].k);
-    if (M::kScaled && R <= kFewRows) __builtin_prefetch(half[2 * kAhead].k_scales);
+    if (R <= kFewRows) next[p] = tile.behind_scores<Item>(group + p);
+    if (M::kScaled && R <= kFewRows) __builtin_prefetch(next[p].scales);
   }
   OCTAVO_UNROLL for (int r = 0; r < R; ++r)
     OCTAVO_UNROLL for (int p = 0; p < P; ++p) acc[r][p] = typename M::Sum{};
   const auto ahead = [&](int64_t d) __attribute__((always_inline)) {
-    if (R <= kFewRows) OCTAVO_UNROLL for (int p = 0; p < P; ++p) __builtin_prefetch(next[p] + d * block_size);
+    if (R <= kFewRows)
+      OCTAVO_UNROLL for (int p = 0; p < P; ++p)
+        OCTAVO_UNROLL for (int64_t i = 0; i < kStepLines; ++i) next[p].fetch(d / kKeyRows<Item> + i);
   };
   const auto step = [&](int64_t d, int64_t rows) __attribute__((always_inline)) {
     typename M::Vector keys[P];
@@ -232,12 +234,14 @@ void value_tile(const Tile& tile, int64_t row, int64_t column, int64_t block, in
     const Half* half = tile.halves + position / 8;
     const int64_t offset = position % 8 * head_dim + column;
     const Item* v = reinterpret_cast<const Item*>(half[0].v) + offset;
-    const Item* next = reinterpret_cast<const Item*>(half[2 * kAhead].v) + offset;
+    Lines next;
+    if (R <= kFewRows) next = tile.behind_values<Item>(position / kLanes);
     const int64_t stop = least(end, position / 8 * 8 + 8);
-    for (; position < stop; position += M::kStep, v += M::kStep * head_dim, next += M::kStep * head_dim) {
-      if (R <= kFewRows)
-        OCTAVO_UNROLL for (int s = 0; s < M::kStep; ++s)
-          OCTAVO_UNROLL for (int64_t j = 0; j < V * kLanes; j += kLine) __builtin_prefetch(next + s * head_dim + j);
+    for (; position < stop; position += M::kStep, v += M::kStep * head_dim) {
+      if (R <= kFewRows) {
+        const int64_t line = (column * kLanes + position % kLanes * V * kLanes) / kLine;
+        OCTAVO_UNROLL for (int64_t i = 0; i < (M::kStep * V * kLanes + kLine - 1) / kLine; ++i) next.fetch(line + i);
+      }
       typename M::Vector values[V];
       M::template values<FULL>(v, head_dim, position >= begin, position + 1 < end, left, values);
       OCTAVO_UNROLL for (int r = 0; r < R; ++r) {

@@ -16,8 +16,8 @@ constexpr int kRows = 2;
 #endif
 // So few rows wait for memory: they fetch ahead.
 constexpr int kFewRows = kRows / 2;
-// How many groups of 16 positions they fetch ahead: what is computed meanwhile takes about as long as memory does to
-// answer. The table of halves ends with as many copies of its last entry.
+// How many groups of 16 positions they fetch ahead at most: what is computed meanwhile takes about as long as memory
+// does to answer.
 constexpr int kAhead = 8;
 // Groups of 16 positions, or vectors of V, that one register tile holds beside its rows.
 constexpr int tile_width(int rows) {
@@ -41,12 +41,26 @@ struct Half {
   const float* v_scales;
 };
 
+// Lines of memory that K or V of a group of positions take up, `step` bytes apart.
+struct Lines {
+  const char* at;
+  int64_t step;
+  const float* scales;
+
+  OCTAVO_INLINE void fetch(int64_t line) const { __builtin_prefetch(at + line * step); }
+};
+
+// Rows of K, at 16 positions, that a line holds.
+template <class Item>
+constexpr int64_t kKeyRows = 64 / (kLanes * int64_t{sizeof(Item)});
+
 // All memory is scratch of the thread.
 struct Tile {
   const AttentionArgs* args;
-  Half* halves;          // of positions base, base + 8, ...
+  Half* halves;          // of positions base, base + 8, ..., then of the thread's next tile's first ones
   int64_t base;          // multiple of 16
   int64_t groups;        // of 16 positions
+  int64_t ahead;         // how many groups to fetch ahead
   int64_t rows;
   int64_t* first;        // per row: positions [first, last), relative to base
   int64_t* last;
@@ -60,6 +74,30 @@ struct Tile {
   float* acc;            // rows x acc_stride
   int64_t acc_stride;    // head_dim rounded up to whole register tiles
   float* sums;
+
+  // What is read `ahead` groups behind the scores of a group: K, or else V.
+  template <class Item>
+  OCTAVO_INLINE Lines behind_scores(int64_t group) const {
+    group += ahead;
+    return group < groups ? keys<Item>(group) : values(group - groups);
+  }
+  // What is read `ahead` groups behind V of a group: V, or else K of the next tile.
+  template <class Item>
+  OCTAVO_INLINE Lines behind_values(int64_t group) const {
+    group += ahead;
+    return group < groups ? values(group) : keys<Item>(group);
+  }
+
+ private:
+  template <class Item>
+  OCTAVO_INLINE Lines keys(int64_t group) const {
+    const Half& half = halves[2 * group];
+    return {half.k, args->kv.block_size * kKeyRows<Item> * int64_t{sizeof(Item)}, half.k_scales};
+  }
+  OCTAVO_INLINE Lines values(int64_t group) const {
+    const Half& half = halves[2 * group];
+    return {half.v, 64, half.v_scales};
+  }
 };
 
 OCTAVO_INLINE int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
