@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from octavo_worker.loaders.config import DTYPE_BYTES, ModelConfig
+from octavo_worker.loaders.config import DTYPE_BYTES, QUANTIZED_KV_DTYPES, ModelConfig
 
 _ARRAY_BYTES = 512 << 20
 _MATRIX_SIZE = 2048
 _TRIES = 20
 
-KV_DTYPE_BYTES = {**DTYPE_BYTES, "int8": 1, "fp8": 1}
-"""Bytes of one stored number of K or V."""
+KV_DTYPES = (*DTYPE_BYTES, *QUANTIZED_KV_DTYPES)
+"""What K and V can be stored in."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +127,7 @@ class Floor:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers, with a scale of 4 bytes a head where they have 8 bits."""
-        c, size = self.config, KV_DTYPE_BYTES[self.kv_dtype or self.dtype]
-        return 2 * c.num_layers * c.num_kv_heads * (c.head_dim * size + (4 if size == 1 else 0))
+        return self.config.kv_bytes_per_token(self.kv_dtype or self.dtype)
 
     def decode(self, num_sequences: int, context: int) -> Work:
         """One token of each of so many sequences with so many tokens before it."""

@@ -6,6 +6,8 @@ The text is cut into windows, each a prompt of its own. Every mode sees the same
 first is predicted from those before it. Compared is with fp32 on the same weights, dequantized: perplexity, the share
 of positions at which the most likely next token is the same one, and the mean divergence (Kullback-Leibler, in nats) of
 the distributions from fp32's. The difference in the mean loss comes with its standard error over windows.
+
+8-bit floats are computed by the reference backend, slowly, where the fastest one has none.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels import Backend, KVLayout, load_backend
+from octavo_kernels.reference import ReferenceBackend
 from octavo_worker.batch import build_batch
 from octavo_worker.loaders.checkpoint import Checkpoint, open_checkpoint
 from octavo_worker.loaders.source import find_model
@@ -37,31 +40,40 @@ from octavo_worker.sequences import SequenceTable
 TEXT = Path(__file__).resolve().parent / "data" / "english.txt"
 BLOCK_SIZE, CHUNK = 16, 256
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to compute: dtype of activations, what linear layers compute in, and whether K and V are of 8 bits."""
+    """A way to compute: dtype of activations, what linear layers compute in, what K and V are kept in ("": dtype)."""
 
     dtype: str
     quantization: Quantization = "none"
-    has_int8_kv: bool = False
+    kv_dtype: str = ""
+
+    @property
+    def needs_float8(self) -> bool:
+        """Whether e4m3 is in it."""
+        return "fp8" in self.quantization + self.kv_dtype
 
     def __str__(self) -> str:
         quantization = "" if self.quantization == "none" else f", {self.quantization}"
-        return f"{self.dtype}{quantization}{', int8 KV' if self.has_int8_kv else ''}"
+        return f"{self.dtype}{quantization}{f', {self.kv_dtype} KV' if self.kv_dtype else ''}"
 
 
 BASE = Mode("float32")
 MODES = (
     BASE,
-    Mode("float32", has_int8_kv=True),
+    Mode("float32", kv_dtype="int8"),
+    Mode("float32", kv_dtype="fp8_e4m3"),
     Mode("bfloat16"),
-    Mode("bfloat16", has_int8_kv=True),
+    Mode("bfloat16", kv_dtype="int8"),
     Mode("bfloat16", "int8"),
-    Mode("bfloat16", "int8", has_int8_kv=True),
+    Mode("bfloat16", "int8", kv_dtype="int8"),
     Mode("bfloat16", "int4"),
-    Mode("bfloat16", "int4", has_int8_kv=True),
+    Mode("bfloat16", "int4", kv_dtype="int8"),
+    Mode("bfloat16", "fp8"),
+    Mode("bfloat16", "fp8", kv_dtype="fp8_e4m3"),
 )
 
 
@@ -85,7 +97,7 @@ def logits_of(decoder: Decoder, mode: Mode, backend: Backend, tokens: NDArray[np
 
     All K and V that attention reads, those of a chunk's own tokens too, come from the cache, as the mode keeps them.
     """
-    model, kv_dtype = decoder.config, torch.int8 if mode.has_int8_kv else decoder.dtype
+    model, kv_dtype = decoder.config, KV_DTYPES.get(mode.kv_dtype, decoder.dtype)
     layout = KVLayout(model.num_layers, model.num_kv_heads, model.head_dim, BLOCK_SIZE, kv_dtype)
     blocks = np.arange(-(-len(tokens) // BLOCK_SIZE), dtype=np.int32)
     kv_layers = layout.layers(torch.zeros(layout.pool_shape(len(blocks)), dtype=layout.pool_dtype))
@@ -113,8 +125,10 @@ def measure(
 ) -> Iterator[Quality]:
     """One mode after another, BASE first. All models stay loaded, so that nothing but a chunk's logits is kept."""
     num_sampled = min(checkpoint.config.vocab_size, checkpoint.tokenizer.size)
+    reference = ReferenceBackend()
+    backends = [reference if mode.needs_float8 and not backend.has_float8 else backend for mode in modes]
     decoders = {
-        (dtype, quantization): Decoder(
+        (dtype, quantization, backend): Decoder(
             checkpoint.config,
             checkpoint.weights,
             backend,
@@ -122,14 +136,19 @@ def measure(
             num_sampled=num_sampled,
             quantization=quantization,
         )
-        for dtype, quantization in {(mode.dtype, mode.quantization) for mode in modes}
+        for dtype, quantization, backend in {
+            (mode.dtype, mode.quantization, used) for mode, used in zip(modes, backends, strict=True)
+        }
     }
     losses = np.zeros((len(modes), len(windows)))
     agreed, divergence, seconds = np.zeros(len(modes)), np.zeros(len(modes)), np.zeros(len(modes))
     for index, tokens in enumerate(windows):
         targets = torch.from_numpy(tokens[1:].astype(np.int64))
         position = 0
-        streams = [logits_of(decoders[mode.dtype, mode.quantization], mode, backend, tokens) for mode in modes]
+        streams = [
+            logits_of(decoders[mode.dtype, mode.quantization, used], mode, used, tokens)
+            for mode, used in zip(modes, backends, strict=True)
+        ]
         while position < len(targets):
             expected: Tensor | None = None
             for column, stream in enumerate(streams):

@@ -1,7 +1,7 @@
 """The floor of a model's steps on a device, from counted bytes and operations. Nothing is run.
 
     python benchmarks/roofline.py llama-3-8b --device h200
-    python benchmarks/roofline.py path/to/config.json --gb-per-s 900 --tflops 120 --weights int4 --kv-dtype fp8
+    python benchmarks/roofline.py path/to/config.json --gb-per-s 900 --tflops 120 --weights int4 --kv-dtype fp8_e4m3
 
 Prints a table of decode steps by batch and context, and one of prompts by length. Every figure is computed and none is
 measured: docs/roofline.md tells what is counted.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from floor import KV_DTYPE_BYTES, Floor, Rates, Work
+from floor import KV_DTYPES, Floor, Rates, Work
 from gpu.bench import llama_8b
 
 from octavo.errors import OctavoError
@@ -117,7 +117,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--memory-gb", type=float, help="memory in 10^9 bytes, in place of the device's")
     parser.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPE_BYTES), help="data type of activations")
     parser.add_argument("--weights", default="", choices=("", *WEIGHT_BYTES), help="kind of weights; unset: dtype")
-    parser.add_argument("--kv-dtype", default="", choices=("", *KV_DTYPE_BYTES), help="of K and V; unset: dtype")
+    parser.add_argument("--kv-dtype", default="", choices=("", *KV_DTYPES), help="of K and V; unset: dtype")
     parser.add_argument("--batches", type=numbers, default="1,16,64,256", help="sequences at once")
     parser.add_argument("--contexts", type=numbers, default="1000,8000", help="tokens before a step's own")
     parser.add_argument("--prompts", type=numbers, default="1000,8000", help="lengths of prompts")

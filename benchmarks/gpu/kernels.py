@@ -56,7 +56,6 @@ def kernel_cases(bench: Bench, rates: Rates) -> Iterator[tuple[str, Callable[[],
 def _works(bench: Bench) -> Iterator[_Work]:
     yield from _elementwise(bench)
     yield from _linear(bench)
-    yield from _skinny(bench)
     yield from _quantized(bench)
     yield from _attention(bench)
     yield from _sampling(bench)
@@ -104,29 +103,6 @@ def _linear(bench: Bench) -> Iterator[_Work]:
 
             num_bytes = (out * inputs + rows * (out + inputs)) * item
             yield _Work(f"linear, {name}, {rows} rows", multiply, num_bytes, 2 * rows * out * inputs)
-
-
-def _skinny(bench: Bench) -> Iterator[_Work]:
-    """Our own layer for few rows, beside the library's of `_linear`."""
-    if bench.backend.name != "triton" or bench.sizes.dtype.itemsize != 2:
-        return
-    from octavo_kernels.triton.linear_skinny import SkinnyLinear
-
-    model, item = bench.sizes.model, bench.sizes.dtype.itemsize
-    shapes = {"gate and up": (2 * model.intermediate_size, model.hidden_size)}
-    shapes["down"] = (model.hidden_size, model.intermediate_size)
-    for name, (out, inputs) in shapes.items():
-        layers = [SkinnyLinear(bench.normal(out, inputs, scale=0.02, seed=seed), None) for seed in range(4)]
-        for rows in (1, 64):
-            x = bench.normal(rows, inputs)
-
-            def multiply(layers=layers, x=x) -> Tensor:  # type: ignore[no-untyped-def]
-                layers.append(layers.pop(0))
-                result: Tensor = layers[0](x)
-                return result
-
-            num_bytes = (out * inputs + rows * (out + inputs)) * item
-            yield _Work(f"own linear, {name}, {rows} rows", multiply, num_bytes, 2 * rows * out * inputs)
 
 
 def _quantized(bench: Bench) -> Iterator[_Work]:

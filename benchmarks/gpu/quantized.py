@@ -1,26 +1,28 @@
-"""The GPU's own quantized linear layers, beside the same arithmetic in plain torch."""
+"""The GPU's own quantized linear layers, beside the oracle's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gpu.bench import Bench
+from octavo_kernels.int4 import quantize_int4
 
-_GROUP = 128
+# Units that multiply e4m3 sum 128 products in 13 or so digits.
+_E4M3_LIMIT = 1e-3
 
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """A layer, what it should compute, and the bytes of its weights."""
+    """A layer, what it should compute, the bytes of its weights, and the difference allowed beside the dtype's."""
 
     name: str
     layer: Callable[[Tensor], Tensor]
     oracle: Callable[[Tensor], Tensor]
     weight_bytes: int
+    limit: float = 0.0
 
 
 def quantized_layers(bench: Bench, out_features: int, in_features: int) -> list[QuantizedLayer]:
@@ -31,38 +33,16 @@ def quantized_layers(bench: Bench, out_features: int, in_features: int) -> list[
 
 
 def _fp8(bench: Bench, out_features: int, in_features: int) -> QuantizedLayer:
-    from octavo_kernels.triton.linear_fp8 import Fp8Linear, quantize_fp8
-
-    dtype = bench.sizes.dtype
-    weight, scales = quantize_fp8(bench.normal(out_features, in_features, scale=0.02).float())
-
-    def oracle(x: Tensor) -> Tensor:
-        magnitude = x.float().abs().amax(dim=1, keepdim=True)
-        largest = torch.full_like(magnitude, 448.0)
-        stored = (x.float() * (largest / magnitude)).to(torch.float8_e4m3fn).float()
-        return (stored @ weight.float().T * (magnitude / largest) * scales).to(x.dtype)
-
-    layer = Fp8Linear(weight, scales, None, dtype)
-    return QuantizedLayer("linear of e4m3", layer, oracle, weight.nbytes + scales.nbytes)
+    weight, dtype = bench.normal(out_features, in_features, scale=0.02), bench.sizes.dtype
+    layer, oracle = (backend.fp8_linear(weight, dtype=dtype) for backend in (bench.backend, bench.reference))
+    return QuantizedLayer("linear of e4m3", layer, oracle, weight.numel() + 4 * out_features, _E4M3_LIMIT)
 
 
 def _int4(bench: Bench, out_features: int, in_features: int) -> QuantizedLayer:
-    from octavo_kernels.triton.linear_w4a16 import W4A16Linear
-
-    dtype, device = bench.sizes.dtype, bench.device.torch_device
-    generator = torch.Generator().manual_seed(1)
-    integers = torch.randint(0, 16, (out_features, in_features), generator=generator, dtype=torch.uint8).to(device)
-    groups = -(-in_features // _GROUP)
-    scales = (torch.rand(out_features, groups, generator=generator) * 0.02 + 0.001).half().to(device)
-    minimums = (scales * -7.3).half()
-
-    def oracle(x: Tensor) -> Tensor:
-        steps, offsets = (
-            numbers.float().repeat_interleave(_GROUP, dim=1)[:, :in_features] for numbers in (scales, minimums)
-        )
-        weight = (integers.float() * steps + offsets).to(x.dtype).float()
-        return (x.float() @ weight.T).to(x.dtype)
-
-    layer = W4A16Linear(integers, scales, minimums, None, dtype, group=_GROUP)
-    num_bytes = integers.numel() // 2 + scales.nbytes + minimums.nbytes
+    weight, dtype = quantize_int4(bench.normal(out_features, in_features, scale=0.02).float()), bench.sizes.dtype
+    layer, oracle = (
+        bench.backend.int4_linear(weight, dtype=dtype),
+        bench.reference.linear(weight.dequantize().to(dtype)),
+    )
+    num_bytes = weight.integers.numel() // 2 + weight.scales.nbytes + weight.minimums.nbytes
     return QuantizedLayer("linear of 4 bits", layer, oracle, num_bytes)

@@ -96,7 +96,8 @@ class BackendWithAttention:
     def __init__(self, backend: Backend, attention: Attention, name: str) -> None:
         """name: of the attention, for people."""
         self._backend, self._attention, self._name = backend, attention, name
-        self.name, self.device, self.has_fast_int8 = backend.name, backend.device, backend.has_fast_int8
+        self.name, self.device = backend.name, backend.device
+        self.has_fast_int8, self.has_float8 = backend.has_fast_int8, backend.has_float8
         self.row_invariant = backend.row_invariant and attention.row_invariant
         self.only_enqueues = backend.only_enqueues and attention.only_enqueues
 

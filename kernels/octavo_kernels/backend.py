@@ -224,6 +224,7 @@ class Backend(Protocol):
     device: torch.device
     row_invariant: bool
     has_fast_int8: bool  # whether an `int8_linear` is faster than a `linear` of bfloat16
+    has_float8: bool  # whether K and V can be kept in e4m3, and `fp8_linear` gives layers
     only_enqueues: bool  # whether no op waits for the device or looks at values there, as a CUDA graph needs it
 
     def describe(self) -> str:
@@ -261,6 +262,27 @@ class Backend(Protocol):
         """
         ...
 
+    def fp8_linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> Linear:
+        """Prepares a linear layer of e4m3 weights that quantizes its activations to e4m3 as it is called (Micikevicius
+        et al., FP8 formats for deep learning, 2022). Raises InvalidArgumentError where `has_float8` is false.
+
+        weight: (out_features, in_features) of a float dtype; bias: (out_features,) or None; dtype: of the activations;
+        out_dtype: of the results, float32 or dtype, which None stands for.
+
+        Weights have one scale an output, activations one a row, and are stored by the rules of `write_kv`. An output is
+        the dot product of a row's and an output's stored values, times the activations' scale, times the weights'
+        scale; plus bias; plus residual. Each of these steps rounds in fp32; the dot product is summed in fp32, or, 128
+        products at a time, in the fewer digits that a GPU's own units for e4m3 have.
+        """
+        ...
+
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
         """Prepares the layers of a decoder, whose linear layers are this backend's. Their values are those of the
         single ops in the order of `layers.ComposedLayers`, to the bit."""
@@ -274,17 +296,20 @@ class Backend(Protocol):
         dtype: torch.dtype,
         out_dtype: torch.dtype | None = None,
     ) -> Linear:
-        """Prepares a linear layer of 4-bit weights that quantizes its activations to 8 bits as it is called.
+        """Prepares a linear layer of 4-bit weights. A CPU's multiplies integers, a GPU's the activations as they are.
 
         bias: (out_features,) or None; dtype: of the activations; out_dtype: of the results, float32 or dtype, which
         None stands for.
 
-        Activations have one scale a row and group of 32, and are quantized as those of `int8_linear`. A group adds two
-        products to an output, by fused multiply-adds in fp32: first the activations' scale times the weights' scale
-        times the groups' dot product, the last two of them multiplied and rounded first; then the weights' minimum
-        times the sum of the group's activations, which is their scale times the sum of their integers, rounded. Dot
-        products and sums of integers are exact. Groups are added first to last, to 0; plus bias; plus residual. Each of
-        these steps rounds in fp32.
+        On a GPU the layer is `linear` of the weights' values, scale times integer plus minimum in fp32, rounded to
+        dtype.
+
+        On a CPU, and by the reference, activations are quantized to 8 bits as the layer is called, as those of
+        `int8_linear`, with one scale a row and group of 32. A group adds two products to an output, by fused
+        multiply-adds in fp32: first the activations' scale times the weights' scale times the groups' dot product, the
+        last two of them multiplied and rounded first; then the weights' minimum times the sum of the group's
+        activations, which is their scale times the sum of their integers, rounded. Dot products and sums of integers
+        are exact. Groups are added first to last, to 0; plus bias; plus residual. Each of these steps rounds in fp32.
         """
         ...
 

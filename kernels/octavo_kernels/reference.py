@@ -28,6 +28,7 @@ from octavo_kernels.int4 import Int4Weight
 from octavo_kernels.layers import ComposedLayers
 from octavo_kernels.philox import gumbel_noise
 from octavo_kernels.reference_linear import (
+    ReferenceFp8Linear,
     ReferenceInt4Linear,
     ReferenceInt8Linear,
     ReferenceLinear,
@@ -45,6 +46,7 @@ class ReferenceBackend:
     name = "reference"
     row_invariant = False
     has_fast_int8 = False
+    has_float8 = True
     only_enqueues = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -71,6 +73,16 @@ class ReferenceBackend:
         out_dtype: torch.dtype | None = None,
     ) -> ReferenceInt8Linear:
         return ReferenceInt8Linear(weight, bias, dtype, group, out_dtype)
+
+    def fp8_linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> ReferenceFp8Linear:
+        return ReferenceFp8Linear(weight, bias, dtype, out_dtype)
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> ComposedLayers:
         return ComposedLayers(self, layers, shape)

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from octavo_kernels.backend import results_dtype
+from octavo_kernels.backend import QUANTIZED_LIMITS, results_dtype
 from octavo_kernels.errors import InvalidArgumentError
 from octavo_kernels.int4 import GROUP, Int4Weight
 
@@ -90,6 +90,24 @@ class ReferenceInt8Linear(_CheckedLinear):
         return out if self._bias is None else out + self._bias
 
 
+class ReferenceFp8Linear(_CheckedLinear):
+    """The arithmetic of `Backend.fp8_linear`, dot products rounded to fp32 once."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype | None = None
+    ) -> None:
+        _check_weight(weight, bias)
+        super().__init__(weight.shape[0], weight.shape[1], dtype, out_dtype)
+        self._weight, scales = quantize_e4m3(weight.to(torch.float32))
+        self._scales = scales.squeeze(1)
+        self._bias = None if bias is None else bias.to(torch.float32)
+
+    def _product(self, x: Tensor) -> Tensor:
+        stored, scales = quantize_e4m3(x.to(torch.float32))
+        out = (stored.double() @ self._weight.double().T).float() * scales * self._scales
+        return out if self._bias is None else out + self._bias
+
+
 class ReferenceInt4Linear(_CheckedLinear):
     """The arithmetic of `Backend.int4_linear`, integers and products of two fp32 numbers held exactly in float64."""
 
@@ -130,6 +148,15 @@ def quantize_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """
     values, scales = scale_rows(x, group, 127.0)
     return values.round().double(), scales
+
+
+def quantize_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
+    """8-bit floats and the scale of every row, by the rules of `Backend.write_kv`.
+
+    x: (rows, n) fp32. Returns (rows, n) float8_e4m3fn and (rows, 1) fp32.
+    """
+    values, scales = scale_rows(x, x.shape[1], QUANTIZED_LIMITS[torch.float8_e4m3fn])
+    return values.squeeze(1).to(torch.float8_e4m3fn), scales
 
 
 def scale_rows(x: Tensor, group: int, limit: float) -> tuple[Tensor, Tensor]:

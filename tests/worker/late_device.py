@@ -95,9 +95,11 @@ def make_late_executor(
     sizes: Sequence[int] = (),
     num_blocks: int = 64,
     block_size: int = BLOCK_SIZE,
+    kv_dtype: torch.dtype | None = None,
 ) -> Executor:
     """An executor that runs ahead on a device that answers late; sizes: of graphs."""
-    pool = KVPool(layout_of(decoder, backend, block_size), PoolSize(num_blocks, 8), backend, num_scratch_blocks=1)
+    layout = layout_of(decoder, backend, block_size, kv_dtype)
+    pool = KVPool(layout, PoolSize(num_blocks, 8), backend, num_scratch_blocks=1)
     graphs = None
     if sizes:
         max_blocks = -(-decoder.config.max_model_len // block_size)

@@ -146,6 +146,28 @@ def test_kernels_that_cannot_compute_the_model(
     assert "--kernel-backend reference" in line
 
 
+@pytest.mark.parametrize(
+    ("flag", "line"),
+    [
+        (
+            "--kv-cache-dtype=fp8_e4m3",
+            "kv_cache_dtype is fp8_e4m3, in which the cpu kernels keep no K and V; "
+            "use --kv-cache-dtype int8, which takes as much memory",
+        ),
+        (
+            "--quantization=fp8",
+            "quantization is fp8, and the cpu kernels have no such layers; "
+            "use --quantization int8, which takes about as much memory",
+        ),
+    ],
+)
+def test_8_bit_floats_that_the_kernels_do_not_know(
+    model: Path, capsys: pytest.CaptureFixture[str], flag: str, line: str
+) -> None:
+    assert main([f"--model={model}", "--listen=127.0.0.1:0", "--device=cpu", "--kernel-backend=cpu", flag]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"octavo-worker: {line}"
+
+
 def test_setting_out_of_range(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--block-size=12"]) == 2
     assert capsys.readouterr().err == "octavo-worker: block_size is 12; it must be 8, 16 or 32\n"
@@ -172,10 +194,11 @@ def test_kv_size(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_kv_size_of_8_bits(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["kv-size", f"--model={model}", "--kv-cache-dtype=int8", "--block-size=8"]) == 0
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3"])
+def test_kv_size_of_8_bits(model: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
+    assert main(["kv-size", f"--model={model}", f"--kv-cache-dtype={dtype}", "--block-size=8"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert (answer["dtype"], answer["bytes_per_element"], answer["scale_bytes_per_head"]) == ("int8", 1, 4)
+    assert (answer["dtype"], answer["bytes_per_element"], answer["scale_bytes_per_head"]) == (dtype, 1, 4)
     assert (answer["bytes_per_token"], answer["bytes_per_block"]) == (2 * 2 * 2 * (8 + 4), 768)
 
 

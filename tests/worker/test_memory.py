@@ -100,6 +100,8 @@ def test_bytes_of_weights(tied: bool) -> None:
     assert weight_bytes(config, 50_000, 2, "none") == 100_000
     # Embeddings in two bytes; layers and head in one. A head that is not tied is among the 50,000.
     assert weight_bytes(config, 50_000, 2, "int8") == (50_000 if tied else 43_600) + 12_800
+    # Layers in one; embeddings and head in two.
+    assert weight_bytes(config, 50_000, 2, "fp8") == (43_600 if tied else 37_200) + 12_800 + 12_800
     # Layers in 5 bits of a byte.
     assert weight_bytes(config, 50_000, 2, "int4") == (27_250 if tied else 23_250) + 6_400 + 12_800
 

@@ -1,6 +1,6 @@
 """A whole worker on Triton's kernels in Triton's interpreter, and on the oracle: prints what both sampled, as JSON.
 
-    TRITON_INTERPRET=1 python -m tests.worker.triton_worker CASE
+    TRITON_INTERPRET=1 python -m tests.worker.triton_worker CASE [SETTING=VALUE ...]
 
 Runs in a process of its own, for kernels are interpreted or compiled for a whole process. Prompts are computed in
 chunks beside decodes, a sequence is forked, swapped out and in, one ends and another comes: once with steps that run
@@ -14,16 +14,20 @@ import json
 import sys
 import tempfile
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from octavo.config import WorkerConfig
 from octavo.worker.v1 import worker_pb2 as pb
-from octavo_kernels import Backend
+from octavo_kernels import Backend, Int4Weight
 from octavo_kernels.reference import ReferenceBackend
+from octavo_kernels.reference_linear import ReferenceLinear
 from octavo_worker.assembly import Worker, assemble
+from octavo_worker.device import resolve_kv_dtype, resolve_quantization
 from octavo_worker.executor import Executor
 from octavo_worker.executor_thread import ExecutorThread
 from octavo_worker.loaders.checkpoint import open_checkpoint
@@ -94,15 +98,38 @@ def run(executor: Executor, in_flight: int) -> dict[str, Any]:
     return {"tokens": dict(tokens), "logprobs": logprobs}
 
 
-def load(case: str, backend: Backend, folder: Path) -> Decoder:
+class Oracle(ReferenceBackend):
+    """The reference, with a GPU's layers of 4 bits."""
+
+    def int4_linear(  # type: ignore[override]
+        self,
+        weight: Int4Weight,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> ReferenceLinear:
+        return self.linear(weight.dequantize().to(dtype), bias, out_dtype=out_dtype)
+
+
+def load(case: str, backend: Backend, folder: Path, config: WorkerConfig) -> Decoder:
     checkpoint = open_checkpoint(find_model(str(write_checkpoint(folder, MODEL_CASES[case]))))
     num_sampled = min(checkpoint.config.vocab_size, checkpoint.tokenizer.size)
-    return Decoder(checkpoint.config, checkpoint.weights, backend, torch.float32, num_sampled=num_sampled)
+    quantization = resolve_quantization(config, "float32", backend, is_quantized=False)
+    return Decoder(
+        checkpoint.config,
+        checkpoint.weights,
+        backend,
+        torch.float32,
+        num_sampled=num_sampled,
+        quantization=quantization,
+    )
 
 
-def assembled(folder: Path) -> Worker:
+def assembled(folder: Path, config: WorkerConfig) -> Worker:
     """The worker that the program makes of its settings."""
-    config = WorkerConfig(
+    config = replace(
+        config,
         model=str(folder),
         device="cpu",
         kernel_backend="triton",
@@ -115,20 +142,25 @@ def assembled(folder: Path) -> Worker:
     return thread.submit(lambda: assemble(config, find_model(str(folder)), thread)).result()
 
 
-def main(case: str) -> None:
+def main(case: str, *settings: str) -> None:
     from octavo_kernels.triton.backend import TritonBackend
 
     torch.set_num_threads(1)
-    reference, triton, device = ReferenceBackend(), TritonBackend("cpu"), LateDevice()
+    config = WorkerConfig.from_values(dict(setting.split("=") for setting in settings))
+    reference, triton, device = Oracle(), TritonBackend("cpu"), LateDevice()
+    _, kv_dtype = resolve_kv_dtype(config, "float32", triton)
     with tempfile.TemporaryDirectory() as folder:
-        expected = run(make_executor(load(case, reference, Path(folder) / "a"), reference), in_flight=1)
-        decoder = load(case, triton, Path(folder) / "b")
-        found = run(make_late_executor(decoder, triton, device, sizes=(1, 2, 4)), in_flight=2)
-        worker = assembled(Path(folder) / "b")
+        oracle = make_executor(load(case, reference, Path(folder) / "a", config), reference, kv_dtype=kv_dtype)
+        expected = run(oracle, in_flight=1)
+        decoder = load(case, triton, Path(folder) / "b", config)
+        ahead = make_late_executor(decoder, triton, device, sizes=(1, 2, 4), kv_dtype=kv_dtype)
+        found = run(ahead, in_flight=2)
+        worker = assembled(Path(folder) / "b", config)
         plainly = run(worker.executor, in_flight=1)
     answer = {"expected": expected, "ahead": found, "plainly": plainly, "device": device.log}
-    print(json.dumps({**answer, "backend": worker.description.backend}))
+    about = {"backend": worker.description.backend, "kv_dtype": worker.description.kv_memory.dtype}
+    print(json.dumps({**answer, **about}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

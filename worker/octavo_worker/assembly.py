@@ -89,7 +89,7 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
         free=free_at_start,
     )
     model = checkpoint.config
-    kv_dtype_name, kv_dtype = resolve_kv_dtype(config, dtype_name)
+    kv_dtype_name, kv_dtype = resolve_kv_dtype(config, dtype_name, backend)
     layout = backend.kv_layout(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,

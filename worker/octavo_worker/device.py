@@ -12,7 +12,7 @@ from octavo_worker.loaders.config import DTYPE_BYTES
 from octavo_worker.models.layers import QUANTIZATIONS, Quantization
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_QUANTIZED_DTYPES = {"int8": torch.int8}
+_KV_DTYPES = _DTYPES | {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -32,19 +32,32 @@ def resolve_dtype(config: WorkerConfig, checkpoint_dtype: str) -> tuple[str, tor
     return name, _DTYPES[name]
 
 
-def resolve_kv_dtype(config: WorkerConfig, dtype_name: str) -> tuple[str, torch.dtype]:
-    """Name and dtype of `--kv-cache-dtype`; "auto" takes that of activations."""
-    if config.kv_cache_dtype == "auto":
-        return dtype_name, _DTYPES[dtype_name]
-    return config.kv_cache_dtype, _QUANTIZED_DTYPES[config.kv_cache_dtype]
+def resolve_kv_dtype(config: WorkerConfig, dtype_name: str, backend: Backend) -> tuple[str, torch.dtype]:
+    """Name and dtype of `--kv-cache-dtype`; "auto" takes that of activations. Raises ConfigError for one in which the
+    backend keeps no K and V.
+    """
+    name = dtype_name if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+    dtype = _KV_DTYPES[name]
+    if dtype is torch.float8_e4m3fn and not backend.has_float8:
+        raise ConfigError(
+            f"kv_cache_dtype is {name}, in which the {backend.name} kernels keep no K and V; "
+            "use --kv-cache-dtype int8, which takes as much memory"
+        )
+    return name, dtype
 
 
 def resolve_quantization(
     config: WorkerConfig, dtype_name: str, backend: Backend, *, is_quantized: bool
 ) -> Quantization:
     """`--quantization`. "auto" lets a quantized file compute in its own class of precision, where that is faster: on
-    kernels that are made for it. float32 and float16 compute what they say.
+    kernels that are made for it. float32 and float16 compute what they say. Raises ConfigError for layers that the
+    backend does not have.
     """
+    if config.quantization == "fp8" and not backend.has_float8:
+        raise ConfigError(
+            f"quantization is fp8, and the {backend.name} kernels have no such layers; "
+            "use --quantization int8, which takes about as much memory"
+        )
     for named in QUANTIZATIONS:
         if config.quantization == named:
             return named

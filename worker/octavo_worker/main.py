@@ -142,13 +142,15 @@ async def _run_server(
 def _kv_size(arguments: list[str]) -> int:
     """Prints the KV memory that a model needs. Reads only the model's config."""
     from octavo_worker.loaders.checkpoint import read_config
-    from octavo_worker.loaders.config import DTYPE_BYTES, KV_SCALE_BYTES
+    from octavo_worker.loaders.config import DTYPE_BYTES, KV_SCALE_BYTES, QUANTIZED_KV_DTYPES
     from octavo_worker.loaders.source import find_model
 
     parser = argparse.ArgumentParser(prog="octavo-worker kv-size", description="Tells a model's KV memory, as JSON.")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as for octavo-worker (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", choices=("auto", *DTYPE_BYTES), help="the model's data type")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8"), help="auto is the model's")
+    parser.add_argument(
+        "--kv-cache-dtype", default="auto", choices=("auto", *QUANTIZED_KV_DTYPES), help="auto is the model's"
+    )
     parser.add_argument("--block-size", type=int, default=16, choices=(8, 16, 32), help="tokens in a block")
     parser.add_argument("--tokens", type=int, default=0, help="a number of tokens to tell the size for")
     options = parser.parse_args(arguments)
@@ -159,8 +161,8 @@ def _kv_size(arguments: list[str]) -> int:
     dtype = (config.dtype or "float32") if options.dtype == "auto" else options.dtype
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"the checkpoint's dtype is {dtype!r}; give --dtype, one of {', '.join(DTYPE_BYTES)}")
-    is_int8 = options.kv_cache_dtype == "int8"
-    kv_dtype = "int8" if is_int8 else dtype
+    is_quantized = options.kv_cache_dtype in QUANTIZED_KV_DTYPES
+    kv_dtype = options.kv_cache_dtype if is_quantized else dtype
     per_token = config.kv_bytes_per_token(kv_dtype)
     answer = {
         "model": source.name,
@@ -168,8 +170,8 @@ def _kv_size(arguments: list[str]) -> int:
         "num_layers": config.num_layers,
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "bytes_per_element": 1 if is_int8 else DTYPE_BYTES[dtype],
-        "scale_bytes_per_head": KV_SCALE_BYTES if is_int8 else 0,
+        "bytes_per_element": 1 if is_quantized else DTYPE_BYTES[dtype],
+        "scale_bytes_per_head": KV_SCALE_BYTES if is_quantized else 0,
         "block_size": options.block_size,
         "bytes_per_token": per_token,
         "bytes_per_block": per_token * options.block_size,

@@ -58,14 +58,15 @@ def weight_bytes(config: ModelConfig, num_elements: int, bytes_per_element: int,
     """Bytes of a loaded model's weights. num_elements: in all tensors; bytes_per_element: of its dtype.
 
     With int8, all but the embeddings take a byte; tied ones serve as the head as well, which does. With int4, layers
-    take 5 bits of it, scales and minimums included.
+    take 5 bits of it, scales and minimums included. With fp8, embeddings and head are of the dtype.
     """
     if quantization == "none":
         return num_elements * bytes_per_element
     embedding = config.vocab_size * config.hidden_size
     layers = num_elements - embedding if config.tie_word_embeddings else num_elements - 2 * embedding
     layer_bytes = -(-layers * 5 // 8) if quantization == "int4" else layers
-    return layer_bytes + embedding + embedding * bytes_per_element
+    head_bytes = embedding * (bytes_per_element if quantization == "fp8" else 1)
+    return layer_bytes + head_bytes + embedding * bytes_per_element
 
 
 def check_weights_fit(name: str, *, num_elements: int, num_bytes: int, precision: str, free: int) -> None:

@@ -59,15 +59,16 @@ class WorkerConfig(Settings):
     quantization: str = setting(
         "auto",
         "what linear layers compute in: none is dtype; int8 is 8-bit weights and activations; int4 is 4-bit weights, "
-        "those of the file where it has them, and 8-bit activations; auto takes int8 for a quantized file where the "
-        "kernels are made for it and dtype is not float32 or float16, otherwise none",
-        choices=("auto", "none", "int8", "int4"),
+        "those of the file where it has them, with activations of dtype on a GPU and of 8 bits elsewhere; fp8 is "
+        "weights and activations in 8-bit floats (e4m3), on a GPU or with kernel_backend reference; auto takes int8 "
+        "for a quantized file where the kernels are made for it and dtype is not float32 or float16, otherwise none",
+        choices=("auto", "none", "int8", "int4", "fp8"),
     )
     kv_cache_dtype: str = setting(
         "auto",
         "what K and V are kept in: auto is dtype; int8 is 8 bits and a scale for each token and head, about half the "
-        "memory of bfloat16",
-        choices=("auto", "int8"),
+        "memory of bfloat16; fp8_e4m3 is the same in 8-bit floats, on a GPU or with kernel_backend reference",
+        choices=("auto", "int8", "fp8_e4m3"),
     )
     device: str = setting("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     kernel_backend: str = setting(

@@ -45,6 +45,7 @@ class CpuBackend:
     name = "cpu"
     row_invariant = True
     has_fast_int8 = True
+    has_float8 = False
     only_enqueues = False
 
     def __init__(
@@ -88,6 +89,18 @@ class CpuBackend:
         whole = (weight.shape[-1] + 63) // 64 * 64
         return CpuLinear(
             self, weight.to(torch.float32), bias, dtype, group=whole if group is None else group, out_dtype=out_dtype
+        )
+
+    def fp8_linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> CpuLinear:
+        raise InvalidArgumentError(
+            "the cpu backend has no linear layers of 8-bit floats; those of int8 take as much memory"
         )
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> CpuDecoderLayers:

@@ -26,8 +26,9 @@ from octavo_kernels.triton.blocks import copy_blocks, move_blocks
 from octavo_kernels.triton.gumbel_argmax import gumbel_argmax
 from octavo_kernels.triton.least_kept import least_kept
 from octavo_kernels.triton.linear import TorchLinear
+from octavo_kernels.triton.linear_fp8 import Fp8Linear
 from octavo_kernels.triton.linear_int8 import Int8Linear
-from octavo_kernels.triton.linear_w4a8 import W4A8Linear
+from octavo_kernels.triton.linear_w4a16 import W4A16Linear
 from octavo_kernels.triton.paged_attention import paged_attention
 from octavo_kernels.triton.paged_kv import kv_layout
 from octavo_kernels.triton.rms_norm import rms_norm
@@ -43,6 +44,7 @@ class TritonBackend:
     name = "triton"
     row_invariant = False
     has_fast_int8 = False
+    has_float8 = True
     only_enqueues = True
 
     def __init__(self, device: torch.device | str = "cuda") -> None:
@@ -83,8 +85,18 @@ class TritonBackend:
         *,
         dtype: torch.dtype,
         out_dtype: torch.dtype | None = None,
-    ) -> W4A8Linear:
-        return W4A8Linear(weight.integers, weight.scales, weight.minimums, bias, dtype, out_dtype)
+    ) -> W4A16Linear:
+        return W4A16Linear(weight, bias, dtype, out_dtype)
+
+    def fp8_linear(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+    ) -> Fp8Linear:
+        return Fp8Linear(weight, bias, dtype, out_dtype)
 
     def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> ComposedLayers:
         return ComposedLayers(self, layers, shape)

@@ -44,8 +44,6 @@ OPS = (
     "linear_int8",
     "linear_fp8",
     "linear_w4a16",
-    "linear_w4a8",
-    "linear_skinny",
     "linear_tiles",
 )
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")

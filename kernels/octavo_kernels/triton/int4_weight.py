@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from octavo_kernels.errors import InvalidArgumentError
+from octavo_kernels.int4 import GROUP, Int4Weight
 
 STEP = 64
 
@@ -20,20 +20,10 @@ def pack_integers(integers: Tensor, num_steps: int) -> Tensor:
     return (halves[:, :, 0] | (halves[:, :, 1] << 4)).transpose(0, 1).contiguous()
 
 
-def pack_grids(integers: Tensor, scales: Tensor, minimums: Tensor, group: int, num_steps: int) -> Tensor:
+def pack_grids(weight: Int4Weight, num_steps: int) -> Tensor:
     """(groups, out_features) int32: the bits of a group's scale, and above them those of its minimum.
 
-    integers: (out_features, in_features), only for its shape; scales, minimums: (out_features, ceil(in_features /
-    group)) fp16. As many groups as num_steps steps have, zeros for those that are padding alone. Raises
-    InvalidArgumentError for other shapes and dtypes.
+    As many groups as num_steps steps have, zeros for those that are padding alone.
     """
-    out_features, in_features = integers.shape
-    wanted = (out_features, -(-in_features // group))
-    for name, tensor in (("scales", scales), ("minimums", minimums)):
-        if tensor.shape != wanted or tensor.dtype is not torch.float16:
-            raise InvalidArgumentError(
-                f"{name} have shape {tuple(tensor.shape)} and dtype {tensor.dtype}; {wanted} of torch.float16 is needed"
-            )
-    words = torch.stack((scales, minimums), dim=-1).view(torch.int32).squeeze(-1)  # the lower half first
-    num_groups = -(-num_steps * STEP // group)
-    return torch.nn.functional.pad(words, (0, num_groups - wanted[1])).T.contiguous()
+    words = torch.stack((weight.scales, weight.minimums), dim=-1).view(torch.int32).squeeze(-1)  # the lower half first
+    return torch.nn.functional.pad(words, (0, num_steps * (STEP // GROUP) - words.shape[1])).T.contiguous()

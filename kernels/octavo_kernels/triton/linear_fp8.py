@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo_kernels.backend import results_dtype
 from octavo_kernels.errors import InvalidArgumentError
 from octavo_kernels.triton.checks import ACTIVATION_DTYPES
 from octavo_kernels.triton.device import device_traits
@@ -34,7 +35,6 @@ from octavo_kernels.triton.quantize_rows import quantize_rows
 from octavo_kernels.triton.variant import AMPERE, HOPPER, Variant
 
 _STEP = 128
-_LARGEST = 448.0
 # `decode_e4m3` gives numbers divided by 256.
 _DECODED_UNIT = 256.0 * 256.0
 
@@ -88,34 +88,26 @@ def _linear_fp8_kernel(
 
 
 class Fp8Linear:
-    """A layer of e4m3 weights that quantizes its activations as it is called.
+    """A layer of `Backend.fp8_linear`; keeps 8-bit weights with their scales, and the bias in fp32."""
 
-    weight: (out_features, in_features) float8_e4m3fn; scales: (out_features,) fp32; bias: (out_features,) or None;
-    dtype: of the activations. A stored weight times its output's scale is the weight's value.
-    """
-
-    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype | None = None
+    ) -> None:
         check_weight(weight, bias)
-        if weight.dtype is not torch.float8_e4m3fn or scales.shape != weight.shape[:1]:
-            raise InvalidArgumentError(
-                f"weight has dtype {weight.dtype} and scales have shape {tuple(scales.shape)}; "
-                f"torch.float8_e4m3fn and ({weight.shape[0]},) are needed"
-            )
         if dtype not in ACTIVATION_DTYPES:
             raise InvalidArgumentError(f"dtype is {dtype}; float32, bfloat16 and float16 are supported")
         self.out_features, self.in_features = weight.shape
-        self._dtype = dtype
+        self._dtype, self._out_dtype = dtype, results_dtype(out_dtype, dtype)
         self._padded = triton.cdiv(self.in_features, _STEP) * _STEP
-        bits = torch.nn.functional.pad(weight.view(torch.uint8), (0, self._padded - self.in_features)).contiguous()
         self._is_native = device_traits(weight.device).native_float8
-        self._weight = bits.view(torch.float8_e4m3fn) if self._is_native else bits
-        self._scales = scales.to(torch.float32).contiguous()
+        stored, scales = quantize_rows(weight.contiguous(), self._padded, 1, torch.float8_e4m3fn)
+        self._weight, self._scales = self._operand(stored), scales.view(-1)
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        check_call(x, residual, self.in_features, self.out_features, self._dtype)
+        check_call(x, residual, self.in_features, self.out_features, self._dtype, self._out_dtype)
         rows = x.shape[0]
-        out = torch.empty((rows, self.out_features), dtype=x.dtype, device=x.device)
+        out = torch.empty((rows, self.out_features), dtype=self._out_dtype, device=x.device)
         if rows == 0:
             return out
         stored, scales = quantize_rows(x, self._padded, 1, torch.float8_e4m3fn)
@@ -126,8 +118,8 @@ class Fp8Linear:
         if parts > 1:
             target = torch.empty((parts, rows, self.out_features), dtype=torch.float32, device=x.device)
         _linear_fp8_kernel[(programs, parts)](
-            stored if self._is_native else stored.view(torch.uint8), scales, self._weight, self._scales, self._bias,
-            residual, target, rows, self._padded, self.out_features, 0 if residual is None else residual.stride(0),
+            self._operand(stored), scales, self._weight, self._scales, self._bias, residual, target,
+            rows, self._padded, self.out_features, 0 if residual is None else residual.stride(0),
             UNIT=1.0 if self._is_native else _DECODED_UNIT, PARTS=parts,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, STEP=_STEP,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -136,17 +128,9 @@ class Fp8Linear:
             sum_parts(target, (scales.view(-1), self._scales), self._bias, residual, out)
         return out
 
-
-def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 weights with one scale an output, for `Fp8Linear`.
-
-    weight: (out_features, in_features) of a float dtype. Returns (out_features, in_features) float8_e4m3fn and
-    (out_features,) fp32: the largest magnitude over 448, or 0 for an output without weights.
-    """
-    wide = weight.to(torch.float32)
-    scales = wide.abs().amax(dim=1) / _LARGEST
-    divisor = torch.where(scales > 0, scales, 1.0).unsqueeze(1)
-    return (wide / divisor).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
+    def _operand(self, stored: Tensor) -> Tensor:
+        """e4m3 as the kernel takes it: as it is, or its bits."""
+        return stored if self._is_native else stored.view(torch.uint8)
 
 
 def variants() -> list[Variant]:

@@ -1,11 +1,10 @@
-"""Linear layers of 4-bit weights in groups, whose activations keep their dtype.
+"""Linear layers of 4-bit weights in groups of 32, whose activations keep their dtype.
 
-    weight[n, k] = scale[n, k / group] * integer[n, k] + minimum[n, k / group], integers 0..15
+    weight[n, k] = scale[n, k / 32] * integer[n, k] + minimum[n, k / 32], integers 0..15
 
-GGUF's Q4_1 and the formats of GPTQ (Frantar et al., 2022) and AWQ (Lin et al., 2023), where the minimum is minus the
-zero point times the scale, are of this kind. Weights are made in registers, in fp32, rounded to the activations' dtype,
-and multiplied with sums in fp32. A program's weights are the left operand: they may then stay in registers, and few
-activation rows fit the short side of the matrix units.
+Weights are made in registers, in fp32, rounded to the activations' dtype, and multiplied with sums in fp32. A program's
+weights are the left operand: they may then stay in registers, and few activation rows fit the short side of the matrix
+units.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo_kernels.backend import results_dtype
 from octavo_kernels.errors import InvalidArgumentError
+from octavo_kernels.int4 import Int4Weight
 from octavo_kernels.triton.checks import ACTIVATION_DTYPES
 from octavo_kernels.triton.device import device_traits
 from octavo_kernels.triton.int4_weight import STEP, pack_grids, pack_integers
 from octavo_kernels.triton.linear_tiles import Tiles, check_call, check_weight, finish, num_parts, sum_parts, tile_at
 from octavo_kernels.triton.paged_kv import TL_DTYPES
 from octavo_kernels.triton.variant import Variant
-
-GROUPS = (32, 64, 128)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -40,7 +39,6 @@ def _linear_w4a16_kernel(
     steps,  # even
     x_stride,
     residual_stride,
-    GROUP: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
     TURN: tl.constexpr,  # steps whose loads are made together: 1 or 2
@@ -66,7 +64,7 @@ def _linear_w4a16_kernel(
             for half in tl.static_range(2):
                 start = at * 64 + half * 32
                 x = tl.load(x_ptrs + start, mask=(start + depth < in_features)[:, None], other=0.0).to(COMPUTE)
-                grid = tl.load(grids_ptr + (start // GROUP) * out_features + output)
+                grid = tl.load(grids_ptr + (2 * at + half) * out_features + output)
                 scale = (grid & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
                 minimum = (grid >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
                 integers = (pairs & 0xF) if half == 0 else (pairs >> 4)
@@ -81,46 +79,32 @@ def _linear_w4a16_kernel(
 
 
 class W4A16Linear:
-    """A layer of 4-bit weights; keeps them packed with their scales and minimums, and the bias in fp32.
-
-    integers: (out_features, in_features) uint8, 0..15; scales, minimums: (out_features, groups) fp16; group: how many
-    neighbouring columns share them, 32, 64 or 128 (the last group may be shorter); bias: (out_features,) or None;
-    dtype: of the activations.
-    """
+    """A layer of `Backend.int4_linear`; keeps weights packed with their scales and minimums, and the bias in fp32."""
 
     def __init__(
-        self,
-        integers: Tensor,
-        scales: Tensor,
-        minimums: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        *,
-        group: int,
+        self, weight: Int4Weight, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype | None = None
     ) -> None:
-        check_weight(integers, bias)
-        if group not in GROUPS:
-            raise InvalidArgumentError(f"group is {group}; {', '.join(map(str, GROUPS))} are supported")
+        check_weight(weight.integers, bias)
         if dtype not in ACTIVATION_DTYPES:
             raise InvalidArgumentError(f"dtype is {dtype}; float32, bfloat16 and float16 are supported")
-        self.out_features, self.in_features = integers.shape
-        self._dtype, self._group = dtype, group
+        self.out_features, self.in_features = weight.integers.shape
+        self._dtype, self._out_dtype = dtype, results_dtype(out_dtype, dtype)
         self._steps = triton.cdiv(self.in_features, 2 * STEP) * 2
-        self._packed = pack_integers(integers, self._steps)
-        self._grids = pack_grids(integers, scales, minimums, group, self._steps)
+        self._packed = pack_integers(weight.integers, self._steps)
+        self._grids = pack_grids(weight, self._steps)
         self._bias = None if bias is None else bias.to(torch.float32).contiguous()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        check_call(x, residual, self.in_features, self.out_features, self._dtype)
+        check_call(x, residual, self.in_features, self.out_features, self._dtype, self._out_dtype)
         rows = x.shape[0]
-        out = torch.empty((rows, self.out_features), dtype=x.dtype, device=x.device)
+        out = torch.empty((rows, self.out_features), dtype=self._out_dtype, device=x.device)
         if rows == 0:
             return out
         traits, tiles = device_traits(x.device), _tiles_for(rows)
         # The interpreter's arithmetic in bf16 is that of the integers which hold the bits.
         compute = torch.float32 if traits.interpreted and x.dtype is torch.bfloat16 else x.dtype
         programs = triton.cdiv(rows, tiles.block_m) * triton.cdiv(self.out_features, tiles.block_n)
-        turn = _turn(rows)
+        turn = _turn(rows, compute)
         parts = num_parts(programs, rows, self._steps // turn, traits.num_sms)
         target = out
         if parts > 1:
@@ -129,7 +113,7 @@ class W4A16Linear:
             x, self._packed, self._grids, self._bias, residual, target,
             rows, self.in_features, self.out_features, self._steps, x.stride(0),
             0 if residual is None else residual.stride(0),
-            GROUP=self._group, COMPUTE=TL_DTYPES[compute], PRECISION=_precision(compute), TURN=turn, PARTS=parts,
+            COMPUTE=TL_DTYPES[compute], PRECISION=_precision(compute), TURN=turn, PARTS=parts,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n,
             num_warps=tiles.num_warps, num_stages=tiles.num_stages,
         )  # fmt: skip
@@ -143,9 +127,9 @@ def _precision(compute: torch.dtype) -> str | None:
     return "ieee" if compute is torch.float32 else None
 
 
-def _turn(rows: int) -> int:
-    """Few rows wait for weights: more of them are then asked for at once."""
-    return 2 if rows <= 32 else 1
+def _turn(rows: int, compute: torch.dtype) -> int:
+    """Few rows wait for weights: more of them are then asked for at once, where registers can hold them."""
+    return 2 if rows <= 32 and compute.itemsize == 2 else 1
 
 
 def _tiles_for(rows: int) -> Tiles:
@@ -161,22 +145,22 @@ def _tiles_for(rows: int) -> Tiles:
 def variants() -> list[Variant]:
     """Few rows in parts, some, many; and exact fp32."""
 
-    def make(name: str, rows: int, kind: str, group: int, parts: int) -> Variant:
+    def make(name: str, rows: int, kind: str, parts: int) -> Variant:
         tiles, dtype = _tiles_for(rows), {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[kind]
         operands = {"x_ptr": f"*{kind}", "packed_ptr": "*u8", "grids_ptr": "*i32"}
         outputs = {"residual_ptr": f"*{kind}", "out_ptr": "*fp32" if parts > 1 else f"*{kind}"}
         names = ("rows", "in_features", "out_features", "steps", "x_stride", "residual_stride")
         return Variant(
             name, _linear_w4a16_kernel, {**operands, **outputs, **dict.fromkeys(names, "i32")},
-            {"bias_ptr": None, "GROUP": group, "COMPUTE": TL_DTYPES[dtype], "PRECISION": _precision(dtype),
-             "TURN": _turn(rows), "PARTS": parts, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n},
+            {"bias_ptr": None, "COMPUTE": TL_DTYPES[dtype], "PRECISION": _precision(dtype),
+             "TURN": _turn(rows, dtype), "PARTS": parts, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n},
             tiles.num_warps, tiles.num_stages, unaligned=frozenset({"rows", "steps"}),
         )  # fmt: skip
 
     return [
-        make("1 to 16 rows in parts, groups of 32, bf16", 16, "bf16", 32, 4),
-        make("64 rows, groups of 128, bf16", 64, "bf16", 128, 1),
-        make("many rows, groups of 128, bf16", 4096, "bf16", 128, 1),
-        make("many rows, groups of 32, fp16", 4096, "fp16", 32, 1),
-        make("1 to 16 rows, groups of 64, fp32", 16, "fp32", 64, 1),
+        make("1 to 16 rows in parts, bf16", 16, "bf16", 4),
+        make("64 rows, bf16", 64, "bf16", 1),
+        make("many rows, bf16", 4096, "bf16", 1),
+        make("many rows, fp16", 4096, "fp16", 1),
+        make("1 to 16 rows, fp32", 16, "fp32", 1),
     ]

@@ -29,7 +29,6 @@ def _quantize_rows_kernel(
     x_ptr,  # (rows, n)
     out_ptr,  # (rows, groups * group), zero behind n
     scales_ptr,  # (rows, groups)
-    sums_ptr,  # (rows, groups) or None
     x_stride,
     n,
     groups,
@@ -54,7 +53,6 @@ def _quantize_rows_kernel(
     scale = tl.where(is_finite, tl.div_rn(magnitude, LIMIT), float("nan"))
     inverse = tl.where(is_zero, 0.0, tl.div_rn(tl.full((GROUPS,), LIMIT, tl.float32), divisor))
     tl.store(scales_ptr + row * groups + index, tl.where(is_zero, 0.0, scale), mask=index < groups)
-    totals = tl.zeros((GROUPS,), tl.int32)
     for start in range(0, group, BLOCK):
         inside = start + tl.arange(0, BLOCK)
         column = index[:, None] * group + inside[None, :]
@@ -64,25 +62,18 @@ def _quantize_rows_kernel(
         if KIND == 0:
             # In 1.5 * 2^23 the last digit is 1: the sum rounds to nearest even.
             code = ((value + 12582912.0) - 12582912.0).to(tl.int8)
-            totals += tl.sum(code.to(tl.int32), axis=1)
         elif KIND == 1:
             code = value.to(tl.float8e4nv)
         else:
             code = encode_e4m3(value)
         tl.store(out_ptr + row * groups * group + column, code, mask=stored)
-    if sums_ptr is not None:
-        sums = tl.where(is_zero, 0.0, scale) * totals.to(tl.float32)
-        tl.store(sums_ptr + row * groups + index, sums, mask=index < groups)
 
 
-def quantize_rows(
-    x: Tensor, group: int, num_groups: int, dtype: torch.dtype, sums: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, group: int, num_groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Stored values and scales of every group of each row.
 
     x: (rows, n) of a float dtype, the last dimension contiguous, n at most num_groups * group; dtype: int8 or
-    float8_e4m3fn; sums: (rows, num_groups) fp32 that gets each group's scale times the sum of its integers, or None.
-    Mutates sums. Returns (rows, num_groups * group) of dtype, zero behind n, and (rows, num_groups) fp32.
+    float8_e4m3fn. Returns (rows, num_groups * group) of dtype, zero behind n, and (rows, num_groups) fp32.
     """
     rows = x.shape[0]
     out = torch.empty((rows, num_groups * group), dtype=dtype, device=x.device)
@@ -96,26 +87,28 @@ def quantize_rows(
     block = min(_BLOCK, triton.next_power_of_2(group))
     per_program = min(_BLOCK // block, triton.next_power_of_2(num_groups))
     _quantize_rows_kernel[(rows, triton.cdiv(num_groups, per_program))](
-        x, stored, scales, sums, x.stride(0), x.shape[1], num_groups, group,
+        x, stored, scales, x.stride(0), x.shape[1], num_groups, group,
         LIMIT=_LIMITS[dtype], KIND=kind, GROUPS=per_program, BLOCK=block, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out, scales
 
 
 def variants() -> list[Variant]:
-    """Whole rows and groups of 64; e4m3 by instruction and by bits."""
+    """Whole rows and groups of 64; e4m3 by instruction and by bits, of activations and of weights."""
 
-    def make(name: str, out: str, limit: float, kind: int, groups: int, block: int, target: tuple[int, ...]) -> Variant:
-        sizes = {"x_stride": "i32", "n": "i32", "groups": "i32", "group": "i32"}
-        signature = {"x_ptr": "*bf16", "out_ptr": out, "scales_ptr": "*fp32", **sizes}
-        constants = {"sums_ptr": None, "LIMIT": limit, "KIND": kind, "GROUPS": groups, "BLOCK": block}
+    def make(name: str, x: str, out: str, kind: int, groups: int, block: int, targets: tuple[int, ...]) -> Variant:
+        sizes = dict.fromkeys(("x_stride", "n", "groups", "group"), "i32")
+        signature = {"x_ptr": x, "out_ptr": out, "scales_ptr": "*fp32", **sizes}
+        limit = _LIMITS[torch.int8 if kind == _INTEGERS else torch.float8_e4m3fn]
+        constants = {"LIMIT": limit, "KIND": kind, "GROUPS": groups, "BLOCK": block}
         unaligned = frozenset({"groups"})
-        return Variant(name, _quantize_rows_kernel, signature, constants, unaligned=unaligned, targets=target)
+        return Variant(name, _quantize_rows_kernel, signature, constants, unaligned=unaligned, targets=targets)
 
-    both = (AMPERE, HOPPER)
     return [
-        make("integers, whole rows, bf16", "*i8", 127.0, _INTEGERS, 1, _BLOCK, both),
-        make("integers, groups of 64, bf16", "*i8", 127.0, _INTEGERS, 32, 64, both),
-        make("e4m3, bf16", "*fp8e4nv", 448.0, _E4M3, 1, _BLOCK, (HOPPER,)),
-        make("e4m3 by bits, bf16", "*u8", 448.0, _E4M3_BITS, 1, _BLOCK, (AMPERE,)),
+        make("integers, whole rows, bf16", "*bf16", "*i8", _INTEGERS, 1, _BLOCK, (AMPERE, HOPPER)),
+        make("integers, groups of 64, bf16", "*bf16", "*i8", _INTEGERS, 32, 64, (AMPERE, HOPPER)),
+        make("e4m3, bf16", "*bf16", "*fp8e4nv", _E4M3, 1, _BLOCK, (HOPPER,)),
+        make("e4m3, fp32", "*fp32", "*fp8e4nv", _E4M3, 1, _BLOCK, (HOPPER,)),
+        make("e4m3 by bits, bf16", "*bf16", "*u8", _E4M3_BITS, 1, _BLOCK, (AMPERE,)),
+        make("e4m3 by bits, fp32", "*fp32", "*u8", _E4M3_BITS, 1, _BLOCK, (AMPERE,)),
     ]

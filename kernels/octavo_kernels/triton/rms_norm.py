@@ -1,4 +1,4 @@
-"""Root mean square norm, alone and with the addition to the residual stream before it.
+"""Root mean square norm.
 
     out = x / sqrt(mean(x^2) + eps) * weight
 
@@ -7,8 +7,6 @@ sum is made in an order that depends on its length alone, so its bits do not dep
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 import triton
@@ -52,36 +50,6 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row.to(tl.int64)[:, None] * n + column[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _add_rms_norm_kernel(
-    x_ptr,  # (rows, n)
-    residual_ptr,  # (rows, n), mutated
-    weight_ptr,  # (n,)
-    out_ptr,  # (rows, n) contiguous
-    rows,
-    x_stride,
-    residual_stride,
-    n,
-    eps,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    mask = (row < rows)[:, None] & (column < n)[None, :]
-    wide_row = row.to(tl.int64)[:, None]
-    residual_ptrs = residual_ptr + wide_row * residual_stride + column[None, :]
-    x = tl.load(x_ptr + wide_row * x_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    residual = tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
-    # The norm is of what is stored, so that it does not matter whether the two ops are fused.
-    total = (x + residual).to(residual_ptr.dtype.element_ty)
-    tl.store(residual_ptrs, total, mask=mask)
-    total = total.to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=column < n, other=0.0).to(tl.float32)
-    out = total * norm_scale(total, n, eps) * weight[None, :]
-    tl.store(out_ptr + wide_row * n + column[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`Backend.rms_norm`. Only the last dimension of x need be contiguous where it has at most three."""
     check_activations("x", x)
@@ -105,59 +73,23 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm(x + residual)`, and residual becomes the sum, rounded to its dtype. Mutates residual.
-
-    x, residual: (T, n) of one dtype, the last dimension contiguous; weight: (n,). Returns a new (T, n).
-    """
-    check_activations("x", x)
-    if x.dim() != 2 or residual.shape != x.shape or residual.dtype is not x.dtype or residual.stride(1) != 1:
-        refuse("residual", residual, f"{tuple(x.shape)} of {x.dtype}, two-dimensional, is needed")
-    _check_weight(x, weight)
-    rows, n = x.shape
-    out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    if out.numel() == 0:
-        return out
-    per_program, block, num_warps = _tile(n)
-    _add_rms_norm_kernel[(triton.cdiv(rows, per_program),)](
-        x, residual, weight, out, rows, x.stride(0), residual.stride(0), n, eps,
-        ROWS=per_program, BLOCK=block, num_warps=num_warps,
-    )  # fmt: skip
-    return out
-
-
 def variants() -> list[Variant]:
-    """A hidden state, the heads of queries and keys, and the fused form."""
-    strides = {"rows": "i32", "n": "i32", "eps": "fp32"}
+    """A hidden state, the heads of queries and keys, and long rows."""
 
-    def plain(name: str, kind: str, n: int) -> Variant:
+    def make(name: str, kind: str, n: int) -> Variant:
         per_program, block, num_warps = _tile(n)
         pointers = {"x_ptr": kind, "weight_ptr": kind, "out_ptr": kind}
-        layout = {"inner": "i32", "x_outer_stride": "i32", "x_inner_stride": "i32"}
-        constants = {"ROWS": per_program, "BLOCK": block}
-        unaligned = frozenset({"rows", "inner"})
+        names = ("rows", "inner", "x_outer_stride", "x_inner_stride", "n")
         return Variant(
-            name, _rms_norm_kernel, {**pointers, **layout, **strides}, constants, num_warps, unaligned=unaligned
-        )
+            name, _rms_norm_kernel, {**pointers, **dict.fromkeys(names, "i32"), "eps": "fp32"},
+            {"ROWS": per_program, "BLOCK": block}, num_warps, unaligned=frozenset({"rows", "inner"}),
+        )  # fmt: skip
 
-    def fused(name: str, kind: str, n: int) -> Variant:
-        per_program, block, num_warps = _tile(n)
-        pointers = {"x_ptr": kind, "residual_ptr": kind, "weight_ptr": kind, "out_ptr": kind}
-        layout = {"x_stride": "i32", "residual_stride": "i32"}
-        constants = {"ROWS": per_program, "BLOCK": block}
-        unaligned = frozenset({"rows"})
-        return Variant(
-            name, _add_rms_norm_kernel, {**pointers, **layout, **strides}, constants, num_warps, unaligned=unaligned
-        )
-
-    makers: list[tuple[Callable[[str, str, int], Variant], str, str, int]] = [
-        (plain, "norm of 4,096, bf16", "*bf16", 4096),
-        (plain, "norm of heads of 128, fp16", "*fp16", 128),
-        (plain, "norm of 16,384, fp32", "*fp32", 16384),
-        (fused, "add and norm of 4,096, bf16", "*bf16", 4096),
-        (fused, "add and norm of 8,192, bf16", "*bf16", 8192),
+    return [
+        make("norm of 4,096, bf16", "*bf16", 4096),
+        make("norm of heads of 128, fp16", "*fp16", 128),
+        make("norm of 16,384, fp32", "*fp32", 16384),
     ]
-    return [make(name, kind, n) for make, name, kind, n in makers]
 
 
 def _check_weight(x: Tensor, weight: Tensor) -> None:

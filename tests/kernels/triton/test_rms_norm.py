@@ -1,4 +1,4 @@
-"""Norms in Triton, alone and behind the residual's addition, against the oracle."""
+"""Norms in Triton against the oracle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from octavo_kernels import InvalidArgumentError
-from octavo_kernels.triton.rms_norm import add_rms_norm, rms_norm
+from octavo_kernels.triton.rms_norm import rms_norm
 from tests.kernels.cases import DTYPES, TOLERANCES, normal
 
 
@@ -40,19 +40,6 @@ def test_written_down():
     torch.testing.assert_close(out, torch.tensor([[0.84852814, 11.3137085]]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("rows", "n"), [(1, 1), (5, 100), (3, 2049), (0, 8)])
-def test_addition_and_norm_are_the_two_ops(dtype, rows, n):
-    wide = normal(rows, 2 * n + 3, dtype=dtype, seed=1)
-    x, weight = wide[:, :n], normal(n, dtype=dtype, seed=2)
-    residual = wide[:, n : 2 * n]
-    total, untouched = x + residual, wide[:, 2 * n :].clone()
-    out = add_rms_norm(x, residual, weight, 1e-5)
-    assert torch.equal(residual, total)
-    assert torch.equal(out, rms_norm(total, weight, 1e-5))
-    assert torch.equal(wide[:, 2 * n :], untouched)
-
-
 def test_refuses():
     x, weight = torch.ones(2, 8), torch.ones(8)
     for wrong in (torch.ones(7), torch.ones(16)[::2], torch.ones(8, dtype=torch.float16)):
@@ -62,5 +49,3 @@ def test_refuses():
         rms_norm(x.double(), weight.double(), 1e-5)
     with pytest.raises(InvalidArgumentError, match="must be contiguous"):
         rms_norm(torch.ones(8, 2).T, weight, 1e-5)
-    with pytest.raises(InvalidArgumentError, match="residual has shape"):
-        add_rms_norm(x, torch.ones(3, 8), weight, 1e-5)

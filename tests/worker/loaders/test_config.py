@@ -15,7 +15,7 @@ def test_shape_is_taken_over() -> None:
     assert config.eos_token_ids == (1, 5)
     assert config.dtype == "float32"
     assert config.kv_bytes_per_token("bfloat16") == 2 * 2 * 2 * 8 * 2
-    assert config.kv_bytes_per_token("int8") == 2 * 2 * 2 * (8 + 4)
+    assert config.kv_bytes_per_token("int8") == config.kv_bytes_per_token("fp8_e4m3") == 2 * 2 * 2 * (8 + 4)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_rotation_changes_nothing(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits_in_chunks(rotated, WideBackend(), 33), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.1), ("int4", 0.5)])
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.1), ("fp8", 0.3), ("int4", 0.5)])
 @pytest.mark.parametrize("name", CASES)
 def test_quantized_is_close(name: str, quantization: Quantization, most: float, tmp_path: Path) -> None:
     backend = ReferenceBackend()

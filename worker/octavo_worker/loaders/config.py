@@ -18,6 +18,7 @@ from octavo.errors import ModelLoadError
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+QUANTIZED_KV_DTYPES = ("int8", "fp8_e4m3")
 KV_SCALE_BYTES = 4  # beside K, and beside V, of a token and head in 8 bits
 
 
@@ -101,9 +102,10 @@ class ModelConfig:
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Bytes of K and V of one token over all layers: 2 * layers * KV heads * head dim * bytes of the dtype.
 
-        dtype: also "int8", in which a head has a scale.
+        dtype: also one of QUANTIZED_KV_DTYPES, in which a head takes a byte for each value, and a scale.
         """
-        head = self.head_dim + KV_SCALE_BYTES if dtype == "int8" else self.head_dim * DTYPE_BYTES[dtype]
+        is_quantized = dtype in QUANTIZED_KV_DTYPES
+        head = self.head_dim + KV_SCALE_BYTES if is_quantized else self.head_dim * DTYPE_BYTES[dtype]
         return 2 * self.num_layers * self.num_kv_heads * head
 
 

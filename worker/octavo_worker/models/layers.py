@@ -6,12 +6,16 @@ read it by its inverse and by the gains of the norm before them, which become on
 
 With "int4" they take weights in groups of 4 bits, the file's own as they are, and activations of 8; other weights are
 rounded to such groups. Nothing is rotated. The head, which decides between tokens that are close, is of 8 bits unless
-the file has it in 4.
+the file has it in 4. A backend may keep the activations as they are (`Backend.int4_linear`).
+
+With "fp8" they take weights and activations in e4m3, which has room for outliers: nothing is rotated. The head stays in
+the model's dtype.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,7 +26,7 @@ from octavo_worker.loaders.config import ModelConfig
 from octavo_worker.loaders.weights import Weights
 from octavo_worker.models.rotation import Rotation
 
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 
 # Activations that do not come from the residual stream are not rotated; scales for groups keep their outliers apart.
@@ -101,6 +105,8 @@ class LayerReader:
         self._tied = None
         if self._quantization == "int4":
             return self._gains(gains), self._int8_linear(table[:num_rows], None, _ACTIVATION_GROUP, torch.float32)
+        if self._quantization == "fp8":
+            return self._gains(gains), self._plain_linear(table[:num_rows].to(self._dtype), None, torch.float32)
         return self._behind_norm(gains, table[:num_rows], None, out_dtype=torch.float32)
 
     def _reading(self, norm: str, parts: list[tuple[str, int]], *, bias: bool) -> tuple[Tensor, Linear]:
@@ -118,7 +124,7 @@ class LayerReader:
         self, gains: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Linear]:
         if self._rotation is None:
-            return self._gains(gains), self._linear(weight, bias, out_dtype)
+            return self._gains(gains), self._unrotated_linear(weight, bias, out_dtype)
         folded = self._rotation.rotate(weight * gains)
         ones = torch.ones_like(gains, dtype=self._dtype, device=self._backend.device)
         return ones, self._int8_linear(folded, bias, None, out_dtype)
@@ -131,28 +137,34 @@ class LayerReader:
             return self._int4_linear(self._int4(f"{name}.weight", width, in_features), biases)
         weight = self._tensor(f"{name}.weight", width, in_features)
         if self._rotation is None:
-            return self._linear(weight, biases)
+            return self._unrotated_linear(weight, biases)
         biases = None if biases is None else self._rotation.rotate(biases)
         return self._int8_linear(self._rotation.rotate(weight, dim=0), biases, _ACTIVATION_GROUP)
 
-    def _linear(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Linear:
-        device = self._backend.device
-        on_device = None if bias is None else bias.to(device)
-        return self._backend.linear(weight.to(device), on_device, out_dtype=out_dtype)
+    def _unrotated_linear(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Linear:
+        """Of the model's dtype, or of e4m3."""
+        if self._quantization == "none":
+            return self._plain_linear(weight, bias, out_dtype)
+        return self._made(self._backend.fp8_linear, weight, bias, dtype=self._dtype, out_dtype=out_dtype)
+
+    def _plain_linear(self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Linear:
+        return self._made(self._backend.linear, weight, bias, out_dtype=out_dtype)
 
     def _int8_linear(
         self, weight: Tensor, bias: Tensor | None, group: int | None, out_dtype: torch.dtype | None = None
     ) -> Linear:
-        device = self._backend.device
-        on_device = None if bias is None else bias.to(device)
-        return self._backend.int8_linear(
-            weight.to(device), on_device, dtype=self._dtype, group=group, out_dtype=out_dtype
-        )
+        make = self._backend.int8_linear
+        return self._made(make, weight, bias, dtype=self._dtype, group=group, out_dtype=out_dtype)
 
     def _int4_linear(self, weight: Int4Weight, bias: Tensor | None, out_dtype: torch.dtype | None = None) -> Linear:
+        return self._made(self._backend.int4_linear, weight, bias, dtype=self._dtype, out_dtype=out_dtype)
+
+    def _made(
+        self, make: Callable[..., Linear], weight: Tensor | Int4Weight, bias: Tensor | None, **options: Any
+    ) -> Linear:
+        """A layer of one of the backend's kinds, made on its device."""
         device = self._backend.device
-        on_device = None if bias is None else bias.to(device)
-        return self._backend.int4_linear(weight.to(device), on_device, dtype=self._dtype, out_dtype=out_dtype)
+        return make(weight.to(device), None if bias is None else bias.to(device), **options)
 
     def _int4(self, name: str, out_features: int, in_features: int) -> Int4Weight:
         """The file's own groups, or the file's values rounded to such."""

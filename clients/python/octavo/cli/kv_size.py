@@ -27,7 +27,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     defaults = WorkerConfig()
     parser.add_argument("model", metavar="MODEL", nargs="?", default=defaults.model, help="the model")
     parser.add_argument("--dtype", help="the model's data type (default: as it is served)")
-    parser.add_argument("--kv-cache-dtype", help="data type of K and V: auto is the model's, or int8 (default: auto)")
+    parser.add_argument(
+        "--kv-cache-dtype", help="data type of K and V: auto is the model's, or int8 or fp8_e4m3 (default: auto)"
+    )
     parser.add_argument(
         "--block-size",
         type=int,
