@@ -69,7 +69,7 @@ void score_groups(const Tile& tile, int64_t group) {
 
 template <class M, int SPAN>
 void scores(const Tile& tile) {
-  constexpr int kFew = tile_width(1), kMany = tile_width(kRows);
+  constexpr int kFew = score_width(1), kMany = score_width(kRows);
   int64_t group = 0;
   if (tile.rows <= kFewRows) {
     for (; group + kFew <= tile.groups; group += kFew) score_groups<M, SPAN, kFew>(tile, group);
@@ -256,26 +256,29 @@ void value_tile(const Tile& tile, int64_t row, int64_t column, int64_t block, in
   }
 }
 
-template <class M>
-constexpr int value_width(int rows) {
-  const int width = tile_width(rows);
-  return width < M::kColumns ? M::kColumns : width;
+// The same for V vectors of columns that may exist in part, over any positions: half a step, whole steps, half a step.
+template <class M, int R, int V>
+OCTAVO_INLINE void value_columns(const Tile& tile, int64_t row, int64_t column, int64_t block, int64_t begin,
+                                 int64_t end) {
+  if (column + V * kLanes > tile.args->kv.head_dim) {
+    return value_tile<M, false, R, V>(tile, row, column, block, begin, end);
+  }
+  const int64_t whole_begin = round_up(begin, M::kStep), whole_end = end / M::kStep * M::kStep;
+  if (begin < whole_begin) value_tile<M, false, R, V>(tile, row, column, block, begin, whole_begin);
+  if (whole_begin < whole_end) value_tile<M, true, R, V>(tile, row, column, block, whole_begin, whole_end);
+  if (most(whole_begin, whole_end) < end) value_tile<M, false, R, V>(tile, row, column, block, whole_end, end);
 }
 
 template <class M, int R>
 OCTAVO_INLINE void value_rows(const Tile& tile, int64_t row, int64_t block, int64_t begin, int64_t end) {
-  constexpr int V = value_width<M>(R);
-  const int64_t whole_begin = round_up(begin, M::kStep), whole_end = end / M::kStep * M::kStep;
-  for (int64_t column = 0; column < tile.args->kv.head_dim && begin < end; column += V * kLanes) {
-    if (column + V * kLanes > tile.args->kv.head_dim) {
-      value_tile<M, false, R, V>(tile, row, column, block, begin, end);
-      continue;
-    }
-    // Half a step, whole steps, half a step.
-    if (begin < whole_begin) value_tile<M, false, R, V>(tile, row, column, block, begin, whole_begin);
-    if (whole_begin < whole_end) value_tile<M, true, R, V>(tile, row, column, block, whole_begin, whole_end);
-    if (most(whole_begin, whole_end) < end) value_tile<M, false, R, V>(tile, row, column, block, whole_end, end);
-  }
+  constexpr int kNarrow = M::kColumns, kWide = value_width(R) < kNarrow ? kNarrow : value_width(R);
+  if (begin >= end) return;
+  const int64_t head_dim = tile.args->kv.head_dim;
+  int64_t column = 0;
+  for (; column + kWide * kLanes <= head_dim; column += kWide * kLanes)
+    value_columns<M, R, kWide>(tile, row, column, block, begin, end);
+  for (; column < head_dim; column += kNarrow * kLanes)
+    value_columns<M, R, kNarrow>(tile, row, column, block, begin, end);
 }
 
 // Rows of one register tile over one block of positions: the positions all rows attend to together, what stands
@@ -321,8 +324,8 @@ void values(const Tile& tile) {
   for (int64_t block = 0; block < tile.value_blocks; ++block) {
     const int64_t stop = least(end, (block + 1) * kValueBlock - tile.base % kValueBlock);
     int64_t row = 0;
-    for (; row + kRows <= tile.rows; row += kRows) value_block<M, kRows>(tile, row, block, begin, stop);
-    value_rest<M, kRows - 1>(tile, row, tile.rows - row, block, begin, stop);
+    for (; row + kValueRows <= tile.rows; row += kValueRows) value_block<M, kValueRows>(tile, row, block, begin, stop);
+    value_rest<M, kValueRows - 1>(tile, row, tile.rows - row, block, begin, stop);
     begin = stop;
   }
 }

@@ -7,24 +7,26 @@ constexpr int64_t kValueBlock = 128;
 constexpr int64_t kScoreBytes = 384 << 10;
 constexpr int64_t kTileTokens = 16;
 
+// Rows of one register tile of scores, and of values.
 #if OCTAVO_VECTOR_BYTES == 64
-constexpr int kRows = 8;
+constexpr int kRows = 8, kValueRows = 6;
 #elif OCTAVO_VECTOR_BYTES == 32 || defined(__aarch64__)
-constexpr int kRows = 4;
+constexpr int kRows = 4, kValueRows = 4;
 #else
-constexpr int kRows = 2;
+constexpr int kRows = 2, kValueRows = 2;
 #endif
 // So few rows wait for memory: they fetch ahead.
 constexpr int kFewRows = kRows / 2;
 // How many groups of 16 positions they fetch ahead at most: what is computed meanwhile takes about as long as memory
 // does to answer.
 constexpr int kAhead = 8;
-// Groups of 16 positions, or vectors of V, that one register tile holds beside its rows.
-constexpr int tile_width(int rows) {
+// Groups of 16 positions that a register tile of scores holds beside its rows, and vectors of V in one of values.
+constexpr int score_width(int rows) {
   if (OCTAVO_VECTOR_BYTES == 64) return rows <= kFewRows ? 4 : 2;
   if (OCTAVO_VECTOR_BYTES == 32) return rows <= kFewRows ? 2 : 1;
   return 1;
 }
+constexpr int value_width(int rows) { return OCTAVO_VECTOR_BYTES == 64 ? 4 : score_width(rows); }
 
 struct Item {
   int32_t sequence;

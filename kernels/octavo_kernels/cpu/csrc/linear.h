@@ -23,8 +23,11 @@ constexpr int tile_vectors(int rows) { return rows == 1 ? 3 : 1; }
 // Rows that share one pass over a panel; more rows make more items.
 constexpr int64_t kChunkRows = 128;
 
-// Fetches the panel behind this one into the second-level cache while this one is multiplied, a little every k, so
-// that memory and arithmetic overlap.
+// Bytes between what is multiplied and what is fetched where every byte is used once: what is computed meanwhile takes
+// about as long as memory does to answer.
+constexpr int64_t kFetchDistance = 8 << 10;
+
+// Fetches weights into the second-level cache, a little every step, so that memory and arithmetic overlap.
 struct Ahead {
   const char* at;
   int64_t step;  // bytes for every step over k
@@ -35,6 +38,16 @@ struct Ahead {
     at += step;
   }
 };
+
+// For a chunk of rows that goes over a panel in `tiles` tiles of `steps` steps each. One tile fetches what it needs
+// soon itself, more tiles their chunk's share of the next panel. is_fast: so few rows wait for memory alone.
+inline Ahead fetch_ahead(const PackedLinear& layer, int64_t panel, int64_t chunk, int64_t chunks, int64_t tiles,
+                         int64_t steps, bool is_fast) {
+  const char* const data = layer.data + panel * layer.panel_bytes;
+  const int64_t share = layer.panel_bytes / chunks, step = share / (tiles * steps);
+  const int64_t distance = chunks * tiles == 1 ? kFetchDistance : layer.panel_bytes + chunk * share;
+  return {data + distance, step, is_fast ? 0 : (step + 63) / 64};
+}
 
 // acc[r][j] += a[r][k] * panel[k][j] for k ascending; `a` holds fp32.
 struct WidenedTile {
@@ -177,12 +190,9 @@ void item(void* context, int64_t index, int) {
   const int64_t panel = index / job.chunks;
   int64_t row = (index % job.chunks) * job.chunk_rows;
   const int64_t end = row + job.chunk_rows < job.args->rows ? row + job.chunk_rows : job.args->rows;
-  // This chunk's share of the next panel, spread over its steps.
-  const int64_t share = job.args->layer->panel_bytes / job.chunks;
   const int64_t tiles = (end - row + kTileRows - 1) / kTileRows;
-  Ahead ahead{job.args->layer->data + (panel + 1) * job.args->layer->panel_bytes + index % job.chunks * share,
-              share / (tiles * job.k_steps), 0};
-  if (end - row >= kTileRows / 2) ahead.lines = (ahead.step + 63) / 64;  // fewer rows wait for memory alone
+  Ahead ahead = fetch_ahead(*job.args->layer, panel, index % job.chunks, job.chunks, tiles, job.k_steps,
+                            end - row < kTileRows / 2);
   for (; row + kTileRows <= end; row += kTileRows) tile<T, NATIVE, kTileRows>(job, panel, row, ahead);
   last_tile<T, NATIVE, kTileRows - 1>(job, panel, row, end - row, ahead);
 }

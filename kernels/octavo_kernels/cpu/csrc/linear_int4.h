@@ -199,11 +199,10 @@ void item(void* context, int64_t index, int) {
   const int64_t panel = index / job.chunks;
   int64_t row = (index % job.chunks) * job.chunk_rows;
   const int64_t end = row + job.chunk_rows < job.args->rows ? row + job.chunk_rows : job.args->rows;
-  const int64_t share = layer.panel_bytes / job.chunks;
   int64_t tiles = (end - row + kTileRows - 1) / kTileRows;
-  Ahead ahead{layer.data + (panel + 1) * layer.panel_bytes + index % job.chunks * share,
-              share / (tiles * (3 / tile_vectors(kTileRows)) * job.groups * kPairs), 0};
-  if (end - row >= kTileRows / 2) ahead.lines = (ahead.step + 63) / 64;  // fewer rows wait for memory alone
+  const int64_t steps = 3 / tile_vectors(kTileRows) * job.groups * kPairs;
+  Ahead ahead =
+      linear::fetch_ahead(layer, panel, index % job.chunks, job.chunks, tiles, steps, end - row < kTileRows / 2);
   for (; tiles > 0; --tiles) {
     const int64_t rows = (end - row + tiles - 1) / tiles;
     some_tile<T, D, kTileRows>(job, panel, row, rows, ahead);

@@ -113,6 +113,11 @@ struct Halves {
   }
 };
 
+// Rows of one of several register tiles. Sums of groups stand beside their totals: fewer rows fit the registers.
+template <class X, bool GROUPED>
+constexpr int kRowsAtOnce =
+    GROUPED && X::kTileRows * X::tile_vectors(X::kTileRows) > 16 ? X::kTileRows / 2 : X::kTileRows;
+
 struct Job {
   const LinearArgs* args;
   char* x;               // quantized rows
@@ -236,13 +241,14 @@ void item(void* context, int64_t index, int) {
   const int64_t panel = index / job.chunks;
   int64_t row = (index % job.chunks) * job.chunk_rows;
   const int64_t end = row + job.chunk_rows < job.args->rows ? row + job.chunk_rows : job.args->rows;
-  const int64_t share = job.args->layer->panel_bytes / job.chunks;
-  const int64_t tiles = (end - row + X::kTileRows - 1) / X::kTileRows;
-  Ahead ahead{job.args->layer->data + (panel + 1) * job.args->layer->panel_bytes + index % job.chunks * share,
-              share / (tiles * job.k_steps), 0};
-  if (end - row >= X::kTileRows / 2) ahead.lines = (ahead.step + 63) / 64;  // fewer rows wait for memory alone
-  for (; row + X::kTileRows <= end; row += X::kTileRows) tile<T, X, X::kTileRows, GROUPED>(job, panel, row, ahead);
-  last_tile<T, X, X::kTileRows - 1, GROUPED>(job, panel, row, end - row, ahead);
+  constexpr int kMany = kRowsAtOnce<X, GROUPED>;
+  const bool is_single = end - row <= X::kTileRows;  // then weights are read once, whatever the sums cost
+  const int64_t tiles = is_single ? 1 : (end - row + kMany - 1) / kMany;
+  Ahead ahead = linear::fetch_ahead(*job.args->layer, panel, index % job.chunks, job.chunks, tiles, job.k_steps,
+                                    end - row < X::kTileRows / 2);
+  if (!is_single)
+    for (; row + kMany <= end; row += kMany) tile<T, X, kMany, GROUPED>(job, panel, row, ahead);
+  last_tile<T, X, X::kTileRows, GROUPED>(job, panel, row, end - row, ahead);
 }
 
 template <class T, class X>
