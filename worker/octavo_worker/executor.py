@@ -304,15 +304,14 @@ class Executor:
                 self._fail(ids[index], _INVALID, problem(int(index)))
                 ok[index] = False
 
-        new_blocks, new_counts = (
-            np.array(scheduled.new_block_ids, np.int64),
-            np.array(scheduled.new_block_counts, np.int64),
-        )
-        owners = np.repeat(np.arange(len(ids)), new_counts)
-        out_of_range = np.zeros(len(ids), np.bool_)
-        out_of_range[owners[new_blocks >= self.pool.size.num_device_blocks]] = True
-        drop(out_of_range, lambda i: self._blocks_problem(new_blocks[owners == i]) or "")
-        self.table.blocks.append(rows[ok], new_counts[ok], new_blocks[ok[owners]].astype(np.int32))
+        if len(scheduled.new_block_ids):
+            new_blocks = np.array(scheduled.new_block_ids, np.int64)
+            new_counts = np.array(scheduled.new_block_counts, np.int64)
+            owners = np.repeat(np.arange(len(ids)), new_counts)
+            out_of_range = np.zeros(len(ids), np.bool_)
+            out_of_range[owners[new_blocks >= self.pool.size.num_device_blocks]] = True
+            drop(out_of_range, lambda i: self._blocks_problem(new_blocks[owners == i]) or "")
+            self.table.blocks.append(rows[ok], new_counts[ok], new_blocks[ok[owners]].astype(np.int32))
 
         ends, known = starts + counts, self.table.tokens.lengths[rows]
         room = self.table.blocks.lengths[rows] * self.pool.layout.block_size
@@ -346,7 +345,6 @@ class Executor:
         )
         chosen = np.flatnonzero(scheduled.samples)
         masks = self._processors.start(self.table, scheduled.rows[chosen])
-        last_rows = batch.attention.query_starts[1:].long() - 1
         hidden = self.decoder.hidden(
             batch.token_ids,
             batch.attention,
@@ -356,7 +354,8 @@ class Executor:
         )
         chosen = self._score_prompts(scheduled, hidden, chosen, result)
         if len(chosen):
-            logits = self.decoder.logits(hidden, last_rows[torch.from_numpy(chosen).to(last_rows.device)])
+            last_rows = np.cumsum(scheduled.counts)[chosen] - 1
+            logits = self.decoder.logits(hidden, torch.from_numpy(last_rows).to(self.backend.device))
             self._sample(scheduled, chosen, logits, masks, result)
         return None
 
@@ -386,10 +385,10 @@ class Executor:
         params = self.table.params[scheduled.rows[chosen]]
         if _is_plain(params):
             positions = scheduled.starts[chosen] + scheduled.counts[chosen]
-            token_ids = sample(logits, params, positions, self.backend)
-            is_sampled = (token_ids >= 0).cpu().numpy()
-            self._fail_not_finite(scheduled, chosen[~is_sampled])
-            self._append(scheduled, chosen[is_sampled], _take(token_ids, is_sampled), result)
+            sampled = sample(logits, params, positions, self.backend).cpu().numpy()
+            is_finite = sampled >= 0
+            self._fail_not_finite(scheduled, chosen[~is_finite])
+            self._append(scheduled, chosen[is_finite], sampled[is_finite], result)
             return
         finite = finite_rows(logits)
         self._fail_not_finite(scheduled, chosen[~finite])
@@ -413,15 +412,14 @@ class Executor:
         if wanted.any():
             num_tops = params["num_top_logprobs"][wanted]
             _fill_logprobs(result.logprobs, _take(logits, wanted), _take(token_ids, wanted), num_tops)
-        self._append(scheduled, chosen, token_ids, result)
+        self._append(scheduled, chosen, token_ids.cpu().numpy(), result)
 
-    def _append(self, scheduled: _Scheduled, chosen: IntArray, token_ids: Tensor, result: pb.StepResult) -> None:
+    def _append(self, scheduled: _Scheduled, chosen: IntArray, token_ids: IntArray, result: pb.StepResult) -> None:
         """The sequences in `chosen` go on with these tokens, one each."""
         rows = scheduled.rows[chosen]
-        sampled = token_ids.cpu().numpy()
-        self.table.tokens.append(rows, np.ones(len(rows), np.int64), sampled.astype(np.int32))
-        result.sequence_ids.extend([scheduled.sequence_ids[index] for index in chosen])
-        result.token_ids.extend(sampled.tolist())
+        self.table.tokens.append(rows, np.ones(len(rows), np.int64), token_ids.astype(np.int32))
+        result.sequence_ids.extend([scheduled.sequence_ids[index] for index in chosen.tolist()])
+        result.token_ids.extend(token_ids.tolist())
 
     def _ban(
         self, scheduled: _Scheduled, chosen: IntArray, logits: Tensor, masks: PendingMasks | None
