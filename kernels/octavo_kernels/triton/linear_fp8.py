@@ -17,21 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo_kernels.backend import results_dtype
-from octavo_kernels.errors import InvalidArgumentError
-from octavo_kernels.triton.checks import ACTIVATION_DTYPES
 from octavo_kernels.triton.device import device_traits
 from octavo_kernels.triton.float8 import decode_e4m3
-from octavo_kernels.triton.linear_tiles import (
-    check_call,
-    check_weight,
-    finish,
-    num_parts,
-    sum_parts,
-    tile_at,
-    tiles_for,
-)
+from octavo_kernels.triton.linear_tiles import finish, num_parts, sum_parts, tile_at, tiles_for
 from octavo_kernels.triton.quantize_rows import quantize_rows
+from octavo_kernels.triton.tiled_linear import TiledLinear, parts_of
 from octavo_kernels.triton.variant import AMPERE, HOPPER, Variant
 
 _STEP = 128
@@ -87,36 +77,25 @@ def _linear_fp8_kernel(
     finish(total, row[:, None], column[None, :], mask, bias_ptr, residual_ptr, residual_stride, out_ptr, out_features)
 
 
-class Fp8Linear:
-    """A layer of `Backend.fp8_linear`; keeps 8-bit weights with their scales, and the bias in fp32."""
+class Fp8Linear(TiledLinear):
+    """A layer of `Backend.fp8_linear`; keeps 8-bit weights with their scales."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype | None = None
     ) -> None:
-        check_weight(weight, bias)
-        if dtype not in ACTIVATION_DTYPES:
-            raise InvalidArgumentError(f"dtype is {dtype}; float32, bfloat16 and float16 are supported")
-        self.out_features, self.in_features = weight.shape
-        self._dtype, self._out_dtype = dtype, results_dtype(out_dtype, dtype)
+        super().__init__(weight, bias, dtype, out_dtype)
         self._padded = triton.cdiv(self.in_features, _STEP) * _STEP
         self._is_native = device_traits(weight.device).native_float8
         stored, scales = quantize_rows(weight.contiguous(), self._padded, 1, torch.float8_e4m3fn)
         self._weight, self._scales = self._operand(stored), scales.view(-1)
-        self._bias = None if bias is None else bias.to(torch.float32).contiguous()
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        check_call(x, residual, self.in_features, self.out_features, self._dtype, self._out_dtype)
+    def _compute(self, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
         rows = x.shape[0]
-        out = torch.empty((rows, self.out_features), dtype=self._out_dtype, device=x.device)
-        if rows == 0:
-            return out
         stored, scales = quantize_rows(x, self._padded, 1, torch.float8_e4m3fn)
         tiles = tiles_for(rows)
         programs = triton.cdiv(rows, tiles.block_m) * triton.cdiv(self.out_features, tiles.block_n)
         parts = num_parts(programs, rows, self._padded // _STEP, device_traits(x.device).num_sms)
-        target = out
-        if parts > 1:
-            target = torch.empty((parts, rows, self.out_features), dtype=torch.float32, device=x.device)
+        target = parts_of(out, parts, torch.float32)
         _linear_fp8_kernel[(programs, parts)](
             self._operand(stored), scales, self._weight, self._scales, self._bias, residual, target,
             rows, self._padded, self.out_features, 0 if residual is None else residual.stride(0),
@@ -126,7 +105,6 @@ class Fp8Linear:
         )  # fmt: skip
         if parts > 1:
             sum_parts(target, (scales.view(-1), self._scales), self._bias, residual, out)
-        return out
 
     def _operand(self, stored: Tensor) -> Tensor:
         """e4m3 as the kernel takes it: as it is, or its bits."""

@@ -14,21 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo_kernels.backend import results_dtype
 from octavo_kernels.errors import InvalidArgumentError
 from octavo_kernels.reference_linear import quantize_rows as reference_quantize_rows
-from octavo_kernels.triton.checks import ACTIVATION_DTYPES
 from octavo_kernels.triton.device import device_traits
-from octavo_kernels.triton.linear_tiles import (
-    check_call,
-    check_weight,
-    finish,
-    num_parts,
-    sum_parts,
-    tile_at,
-    tiles_for,
-)
+from octavo_kernels.triton.linear_tiles import finish, num_parts, sum_parts, tile_at, tiles_for
 from octavo_kernels.triton.quantize_rows import quantize_rows
+from octavo_kernels.triton.tiled_linear import TiledLinear, parts_of
 from octavo_kernels.triton.variant import Variant
 
 _STEP = 128
@@ -95,8 +86,8 @@ def _linear_int8_kernel(
     finish(total, row[:, None], column[None, :], mask, bias_ptr, residual_ptr, residual_stride, out_ptr, out_features)
 
 
-class Int8Linear:
-    """A layer of `Backend.int8_linear`; keeps 8-bit weights with their scales, and the bias in fp32."""
+class Int8Linear(TiledLinear):
+    """A layer of `Backend.int8_linear`; keeps 8-bit weights with their scales."""
 
     def __init__(
         self,
@@ -106,29 +97,20 @@ class Int8Linear:
         group: int | None,
         out_dtype: torch.dtype | None = None,
     ) -> None:
-        check_weight(weight, bias)
-        if dtype not in ACTIVATION_DTYPES:
-            raise InvalidArgumentError(f"dtype is {dtype}; float32, bfloat16 and float16 are supported")
+        super().__init__(weight, bias, dtype, out_dtype)
         if group is not None and (group < 64 or group % 64 != 0):
             raise InvalidArgumentError(f"group is {group}; it must be a multiple of 64")
-        self.out_features, self.in_features = weight.shape
         if min(group or self.in_features, self.in_features) > _LARGEST_GROUP:
             raise InvalidArgumentError(
                 f"weight has {self.in_features} in_features; at most {_LARGEST_GROUP} can share a scale"
             )
         is_whole = group is None or group >= self.in_features
-        self._dtype, self._out_dtype = dtype, results_dtype(out_dtype, dtype)
         self._group = triton.cdiv(self.in_features, _STEP) * _STEP if is_whole or group is None else group
         self._num_groups = triton.cdiv(self.in_features, self._group)
         self._weight, self._scales = _quantize_weight(weight, self._group * self._num_groups)
-        self._bias = None if bias is None else bias.to(torch.float32).contiguous()
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        check_call(x, residual, self.in_features, self.out_features, self._dtype, self._out_dtype)
+    def _compute(self, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
         rows = x.shape[0]
-        out = torch.empty((rows, self.out_features), dtype=self._out_dtype, device=x.device)
-        if rows == 0:
-            return out
         integers, scales = quantize_rows(x, self._group, self._num_groups, torch.int8)
         tiles, in_features = tiles_for(rows), integers.shape[1]
         programs = triton.cdiv(rows, tiles.block_m) * triton.cdiv(self.out_features, tiles.block_n)
@@ -136,9 +118,7 @@ class Int8Linear:
         if not is_whole and rows <= 32:  # the sum is not cut, so each of the few programs has to have much on its way
             tiles = replace(tiles, num_stages=10)
         parts = num_parts(programs, rows, in_features // _STEP, device_traits(x.device).num_sms) if is_whole else 1
-        target = out
-        if parts > 1:
-            target = torch.empty((parts, rows, self.out_features), dtype=torch.int32, device=x.device)
+        target = parts_of(out, parts, torch.int32)
         _linear_int8_kernel[(programs, parts)](
             integers, scales, self._weight, self._scales, self._bias, residual, target,
             rows, in_features, self.out_features, 0 if residual is None else residual.stride(0),
@@ -148,7 +128,6 @@ class Int8Linear:
         )  # fmt: skip
         if parts > 1:
             sum_parts(target, (scales.view(-1), self._scales), self._bias, residual, out)
-        return out
 
 
 def _quantize_weight(weight: Tensor, padded: int) -> tuple[Tensor, Tensor]:

@@ -14,14 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo_kernels.backend import results_dtype
-from octavo_kernels.errors import InvalidArgumentError
 from octavo_kernels.int4 import Int4Weight
-from octavo_kernels.triton.checks import ACTIVATION_DTYPES
 from octavo_kernels.triton.device import device_traits
 from octavo_kernels.triton.int4_weight import STEP, pack_grids, pack_integers
-from octavo_kernels.triton.linear_tiles import Tiles, check_call, check_weight, finish, num_parts, sum_parts, tile_at
+from octavo_kernels.triton.linear_tiles import Tiles, finish, num_parts, sum_parts, tile_at
 from octavo_kernels.triton.paged_kv import TL_DTYPES
+from octavo_kernels.triton.tiled_linear import TiledLinear, parts_of
 from octavo_kernels.triton.variant import Variant
 
 
@@ -78,37 +76,26 @@ def _linear_w4a16_kernel(
     finish(total, row[None, :], column[:, None], mask, bias_ptr, residual_ptr, residual_stride, out_ptr, out_features)
 
 
-class W4A16Linear:
-    """A layer of `Backend.int4_linear`; keeps weights packed with their scales and minimums, and the bias in fp32."""
+class W4A16Linear(TiledLinear):
+    """A layer of `Backend.int4_linear`; keeps weights packed with their scales and minimums."""
 
     def __init__(
         self, weight: Int4Weight, bias: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype | None = None
     ) -> None:
-        check_weight(weight.integers, bias)
-        if dtype not in ACTIVATION_DTYPES:
-            raise InvalidArgumentError(f"dtype is {dtype}; float32, bfloat16 and float16 are supported")
-        self.out_features, self.in_features = weight.integers.shape
-        self._dtype, self._out_dtype = dtype, results_dtype(out_dtype, dtype)
+        super().__init__(weight.integers, bias, dtype, out_dtype)
         self._steps = triton.cdiv(self.in_features, 2 * STEP) * 2
         self._packed = pack_integers(weight.integers, self._steps)
         self._grids = pack_grids(weight, self._steps)
-        self._bias = None if bias is None else bias.to(torch.float32).contiguous()
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        check_call(x, residual, self.in_features, self.out_features, self._dtype, self._out_dtype)
+    def _compute(self, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
         rows = x.shape[0]
-        out = torch.empty((rows, self.out_features), dtype=self._out_dtype, device=x.device)
-        if rows == 0:
-            return out
         traits, tiles = device_traits(x.device), _tiles_for(rows)
         # The interpreter's arithmetic in bf16 is that of the integers which hold the bits.
         compute = torch.float32 if traits.interpreted and x.dtype is torch.bfloat16 else x.dtype
         programs = triton.cdiv(rows, tiles.block_m) * triton.cdiv(self.out_features, tiles.block_n)
         turn = _turn(rows, compute)
         parts = num_parts(programs, rows, self._steps // turn, traits.num_sms)
-        target = out
-        if parts > 1:
-            target = torch.empty((parts, rows, self.out_features), dtype=torch.float32, device=x.device)
+        target = parts_of(out, parts, torch.float32)
         _linear_w4a16_kernel[(programs, parts)](
             x, self._packed, self._grids, self._bias, residual, target,
             rows, self.in_features, self.out_features, self._steps, x.stride(0),
@@ -119,7 +106,6 @@ class W4A16Linear:
         )  # fmt: skip
         if parts > 1:
             sum_parts(target, None, self._bias, residual, out)
-        return out
 
 
 def _precision(compute: torch.dtype) -> str | None:

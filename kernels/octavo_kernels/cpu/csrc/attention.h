@@ -13,13 +13,17 @@ namespace attention {
 #include "attention_int8.h"
 #include "attention_passes.h"
 
+// The first position that a token attends to.
+OCTAVO_INLINE int64_t first_seen(const AttentionArgs& args, int64_t position) {
+  return args.sliding_window > 0 ? most(0, position - args.sliding_window + 1) : 0;
+}
+
 // Positions that a tile's rows attend to, from a multiple of 16 on.
 struct Reach {
   int64_t base, end;
 
   Reach(const AttentionArgs& args, const Item& item) {
-    const int64_t begin = args.positions[item.token], window = args.sliding_window;
-    base = (window > 0 ? most(0, begin - window + 1) : 0) / kLanes * kLanes;
+    base = first_seen(args, args.positions[item.token]) / kLanes * kLanes;
     end = args.positions[item.token + item.tokens - 1] + int64_t{1};
   }
   int64_t groups() const { return (end - base + kLanes - 1) / kLanes; }
@@ -90,8 +94,7 @@ Tile prepare(Pool& pool, const AttentionArgs& args, const Item& item, const Item
   for (int64_t row = 0; row < tile.rows; ++row) {
     const int64_t token = item.token + row / group_heads, head = item.head * group_heads + row % group_heads;
     const int64_t position = args.positions[token];
-    const int64_t window = args.sliding_window;
-    tile.first[row] = (window > 0 ? most(0, position - window + 1) : 0) - tile.base;
+    tile.first[row] = first_seen(args, position) - tile.base;
     tile.last[row] = position + 1 - tile.base;
     const float q_scale =
         M::template write_query<T>(reinterpret_cast<typename M::Query*>(tile.q) + row * tile.q_stride,
