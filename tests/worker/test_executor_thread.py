@@ -56,3 +56,39 @@ def test_a_device_at_work_is_busy_and_no_progress(thread: ExecutorThread) -> Non
     thread.submit(thread.let_go).result(10)
     while thread.busy or thread.tick < tick + 4:
         time.sleep(0.05)
+
+
+def test_idle_work_is_done_while_no_job_comes(thread: ExecutorThread) -> None:
+    pieces, idents, is_over = 3, set(), threading.Event()
+
+    def work() -> bool:
+        nonlocal pieces
+        idents.add(threading.get_ident())
+        pieces -= 1
+        if pieces <= 0:
+            is_over.set()
+        return pieces > 0
+
+    mine = thread.submit(threading.get_ident).result(10)
+    thread.when_idle = work
+    assert is_over.wait(10)
+    assert idents == {mine}
+    assert thread.submit(lambda: 5).result(10) == 5
+
+
+def test_idle_work_does_not_keep_a_job_waiting(thread: ExecutorThread) -> None:
+    begun = threading.Event()
+    thread.when_idle = lambda: bool(begun.set() or time.sleep(0.001) or True)  # without end
+    assert begun.wait(10)
+    assert [thread.submit(lambda value=value: value).result(10) for value in range(20)] == list(range(20))
+
+
+def test_a_device_at_work_is_not_idle(thread: ExecutorThread) -> None:
+    thread.submit(thread.hold).result(10)
+    worked: list[int] = []
+    thread.when_idle = lambda: bool(worked.append(1))
+    time.sleep(0.6)  # more than two of its idle ticks
+    assert not worked
+    thread.submit(thread.let_go).result(10)
+    while not worked:
+        time.sleep(0.01)

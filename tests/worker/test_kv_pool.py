@@ -3,12 +3,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from octavo.config import GIB, WorkerConfig
 from octavo.errors import ConfigError
 from octavo_kernels import Backend, KVLayout
+from octavo_worker import kv_pool
+from octavo_worker.devices import CpuDevice
 from octavo_worker.kv_pool import KVPool, PoolSize, layout_name, size_pool
 
 LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype=torch.bfloat16)
@@ -150,3 +154,47 @@ def test_quantized_blocks_move_with_their_scales(backend: Backend) -> None:
     assert torch.equal(pool.device[1], kept)
     assert torch.equal(pool.device[3], kept)
     assert float(pool.layers[1].v_scales[3, 0, 3] * pool.layers[1].v[3, 0, 3, 0]) == 5.0  # type: ignore[index]
+
+
+def test_memory_comes_ahead_of_the_blocks_that_are_used(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=8, dtype=torch.float32)
+    block = layout.bytes_per_block
+    monkeypatch.setattr(kv_pool, "_AHEAD_BYTES", 5 * block)
+    monkeypatch.setattr(kv_pool, "_POPULATED_AT_ONCE", 2 * block)
+    pool = KVPool(layout, PoolSize(16, 3), backend)
+    asked: list[tuple[str, int, int]] = []
+
+    def populate(_: CpuDevice, reserved: Tensor) -> bool:
+        tier = pool.device if reserved.data_ptr() - pool.device.data_ptr() in range(pool.device.nbytes) else pool.host
+        first = (reserved.data_ptr() - tier.data_ptr()) // block
+        asked.append(("device" if tier is pool.device else "host", first, first + len(reserved)))
+        return True
+
+    monkeypatch.setattr(CpuDevice, "populate", populate)
+
+    def asked_while_idle() -> list[tuple[str, int, int]]:
+        asked.clear()
+        while pool.populate_ahead():
+            pass
+        return list(asked)
+
+    assert asked_while_idle() == [("device", 0, 2), ("device", 2, 4), ("device", 4, 5)]
+    assert asked_while_idle() == []
+    pool.will_use(np.array([0, 1, 2]))
+    assert asked_while_idle() == [("device", 5, 7), ("device", 7, 8)]
+    pool.will_use(np.array([1]))
+    pool.will_use(np.array([], np.int64))
+    assert asked_while_idle() == []
+    pool.will_use(np.array([9]))  # those up to it came without us
+    assert asked_while_idle() == [("device", 10, 12), ("device", 12, 14), ("device", 14, 15)]
+    pool.will_use(np.array([10]))  # the device's end is near: the host is next
+    assert asked_while_idle() == [("device", 15, 16), ("host", 0, 2), ("host", 2, 3)]
+
+
+def test_memory_that_cannot_come_ahead_is_not_asked_for_again_at_once(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=8, dtype=torch.float32)
+    pool = KVPool(layout, PoolSize(8, 0), backend)
+    monkeypatch.setattr(CpuDevice, "populate", lambda *_: False)
+    assert not pool.populate_ahead()

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import ctypes
+import platform
+import sys
 from pathlib import Path
 
 import pytest
 
 from octavo.errors import ModelLoadError
 from octavo_worker.loaders.config import config_from_hf
-from octavo_worker.memory import MemoryPaths, check_weights_fit, free_host_memory, weight_bytes
+from octavo_worker.memory import MemoryPaths, check_weights_fit, free_host_memory, populate, reserve, weight_bytes
 from tests.worker.checkpoints import tiny_config
 
 MIB = 1 << 20
@@ -114,3 +117,29 @@ def test_weights_that_do_not_fit(size: int, dtype: str, hint: bool) -> None:
     needed = f"model m needs {7 * size}.00 GiB for its 7516192768 weights in {dtype}"
     assert message.startswith(f"{needed}, but only 1.00 GiB of memory are free")
     assert ("--dtype bfloat16" in message) is hint
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or tuple(map(int, platform.release().split(".")[:2])) < (5, 14), reason="needs Linux 5.14"
+)
+def test_reserved_memory_comes_when_asked_for_and_keeps_its_content() -> None:
+    before = resident()
+    memory = reserve(64 * MIB)
+    assert resident() - before < 8 * MIB
+    memory[5 * MIB + 7] = 9
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert populate(address + 100, 48 * MIB)  # from the first page that begins in it
+    assert 40 * MIB < resident() - before < 64 * MIB
+    assert populate(address, 100)
+    assert memory[5 * MIB + 7] == 9
+    assert not any(memory[: 5 * MIB])
+
+
+def test_memory_that_is_not_there_cannot_come() -> None:
+    assert not populate(1 << 40, 1 << 20)

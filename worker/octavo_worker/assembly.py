@@ -174,6 +174,7 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
         grammars=grammars,
         on_progress=thread.advance,
     )
+    thread.when_idle = pool.populate_ahead
     return Worker(executor, checkpoint.tokenizer, description)
 
 

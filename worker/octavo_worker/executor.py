@@ -218,6 +218,7 @@ class Executor:
             self._fail(sequence_id, _INVALID, problem)
             return
         blocks = np.array(sequence.block_ids, np.int32)
+        self.pool.will_use(blocks)
         processors = self._processors.prepare(sequence.params)
         self.table.put(sequence_id, tokens, blocks, sequence.prompt_token_count, sequence.params, processors)
 
@@ -311,7 +312,9 @@ class Executor:
             out_of_range = np.zeros(len(ids), np.bool_)
             out_of_range[owners[new_blocks >= self.pool.size.num_device_blocks]] = True
             drop(out_of_range, lambda i: self._blocks_problem(new_blocks[owners == i]) or "")
-            self.table.blocks.append(rows[ok], new_counts[ok], new_blocks[ok[owners]].astype(np.int32))
+            kept_blocks = new_blocks[ok[owners]]
+            self.pool.will_use(kept_blocks)
+            self.table.blocks.append(rows[ok], new_counts[ok], kept_blocks.astype(np.int32))
 
         ends, known = starts + counts, self.table.tokens.lengths[rows]
         room = self.table.blocks.lengths[rows] * self.pool.layout.block_size

@@ -13,17 +13,20 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _IDLE_TICK_S = 0.25
+_PAUSE_S = 0.02  # longer than routers take between two steps
 
 
 class ExecutorThread:
     """A worker thread with a queue.
 
     tick grows whenever a job gets on or the thread has nothing to do; it stands still only when a job hangs, or the
-    device (`hold`).
+    device (`hold`). when_idle: has a short piece of work done that can wait, and returns whether there may be more of
+    it; called from this thread while no job has come for a moment.
     """
 
     def __init__(self, name: str = "executor") -> None:
         self.tick = 0
+        self.when_idle: Callable[[], bool] = lambda: False
         self._is_running = False
         self._num_held = 0
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -73,12 +76,16 @@ class ExecutorThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        wait_s = _PAUSE_S
         while True:
             try:
-                job = self._jobs.get(timeout=_IDLE_TICK_S)
+                job = self._jobs.get(timeout=wait_s)
             except queue.Empty:
+                wait_s = _IDLE_TICK_S
                 if not self._num_held:
                     self.tick += 1
+                    if self.when_idle():
+                        wait_s = 0.0
                 continue
             if job is None:
                 return
@@ -86,3 +93,4 @@ class ExecutorThread:
             job()
             self._is_running = False
             self.tick += 1
+            wait_s = _PAUSE_S

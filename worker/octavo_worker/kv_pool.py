@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +18,13 @@ from octavo.config import GIB, WorkerConfig
 from octavo.errors import ConfigError
 from octavo_kernels.backend import Backend, KVLayout
 from octavo_worker.block_ops import BlockMover
-from octavo_worker.devices import open_device
+from octavo_worker.devices import CpuDevice, Device, open_device
 
 _log = logging.getLogger(__name__)
 MIN_BLOCKS = 4
+# Routers hand out blocks that were never used first, in their order. So much is some seconds of the fastest steps.
+_AHEAD_BYTES = GIB
+_POPULATED_AT_ONCE = 2 << 20  # a huge page: a few milliseconds where the kernel has to find it first
 
 
 @dataclass(frozen=True)
@@ -40,19 +42,25 @@ class KVPool:
     the same with num_host_blocks, on the CPU, and locked in memory where the device copies by itself. Scratch blocks
     lie behind the others, and no sequence gets them. layers: K and V of each layer, views into `device`. Moves between
     tiers run beside the computing where the device has a way to (`block_ops`): `before_use` is called ahead of it.
+
+    Where memory is taken only when it is first written, which costs as much as half a step, idle moments put some
+    behind the blocks that come next (`populate_ahead`); `will_use` tells it of those that sequences get.
     """
 
     def __init__(self, layout: KVLayout, size: PoolSize, backend: Backend, num_scratch_blocks: int = 0) -> None:
         self.layout, self.size = layout, size
         self._mover = BlockMover(backend)
-        self.device = _zeros(layout, size.num_device_blocks + num_scratch_blocks, backend.device)
+        device, host = open_device(backend.device), CpuDevice()
+        self.device = device.reserve(layout.pool_shape(size.num_device_blocks + num_scratch_blocks), layout.pool_dtype)
         self.layers = layout.layers(self.device)
-        self.host = _zeros(layout, size.num_host_blocks, torch.device("cpu"))
+        self.host = host.reserve(layout.pool_shape(size.num_host_blocks), layout.pool_dtype)
         if size.num_host_blocks:
-            open_device(backend.device).lock(self.host)
+            device.lock(self.host)
+        self._device_ahead, self._host_ahead = _Ahead(self.device, device), _Ahead(self.host, host)
 
     def swap_out(self, device_blocks: Tensor, host_blocks: Tensor) -> int:
         """Copies device blocks to the host; columns (n,) int64 on the CPU. Returns the bytes moved."""
+        self._host_ahead.reach(host_blocks.numpy())
         self._mover.move_out(self.device, device_blocks, self.host, host_blocks)
         return len(device_blocks) * self.layout.bytes_per_block
 
@@ -64,6 +72,15 @@ class KVPool:
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copies device blocks to device blocks; columns (n,) int64 on the CPU."""
         self._mover.copy(self.device, sources, targets)
+
+    def will_use(self, device_blocks: NDArray[np.integer]) -> None:
+        """These device blocks are a sequence's from here on."""
+        self._device_ahead.reach(device_blocks)
+
+    def populate_ahead(self) -> bool:
+        """Puts memory behind the next few blocks that were never used, in some milliseconds at most: the host's when
+        the device's end is near. Returns whether there may be more to do."""
+        return self._device_ahead.advance() or (self._device_ahead.is_over and self._host_ahead.advance())
 
     @property
     def is_moving(self) -> bool:
@@ -131,16 +148,27 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 100 else f"{num_bytes / (1 << 20):.2f} MiB"
 
 
-def _zeros(layout: KVLayout, num_blocks: int, device: torch.device) -> Tensor:
-    """A pool of zeros.
+class _Ahead:
+    """Puts memory behind the blocks of a tier that are used next, `_AHEAD_BYTES` beyond the highest one so far."""
 
-    On the CPU it is a private mapping: pages cost nothing until a block is first written, and huge ones are asked for,
-    since attention reads long stretches.
-    """
-    shape = layout.pool_shape(num_blocks)
-    if device.type != "cpu" or not num_blocks:
-        return torch.zeros(shape, dtype=layout.pool_dtype, device=device)
-    memory = mmap.mmap(-1, num_blocks * layout.bytes_per_block, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=layout.pool_dtype).view(shape)
+    def __init__(self, tier: Tensor, device: Device) -> None:
+        self._tier, self._device = tier, device
+        self._used = self._populated = 0
+        per_block = max(1, tier[:1].nbytes)
+        self._ahead, self._at_once = _AHEAD_BYTES // per_block, max(1, _POPULATED_AT_ONCE // per_block)
+
+    def reach(self, blocks: NDArray[np.integer]) -> None:
+        """These blocks are used from here on."""
+        if len(blocks):
+            self._used = max(self._used, int(blocks.max()) + 1)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all of the tier has its memory."""
+        return max(self._populated, self._used) == len(self._tier)
+
+    def advance(self) -> bool:
+        """Takes a step, and returns whether it was one."""
+        start = max(self._populated, self._used)
+        self._populated = min(start + self._at_once, self._used + self._ahead, len(self._tier))
+        return start < self._populated and self._device.populate(self._tier[start : self._populated])

@@ -8,6 +8,8 @@ tests can put files there. What to do with the memory is `kv_pool`'s.
 from __future__ import annotations
 
 import ctypes
+import mmap
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ _NO_LIMIT = 1 << 60
 # glibc's names and numbers; the first threshold has a highest value, of 32 MiB.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_TENSOR_BYTES, _KEPT_BYTES = 32 << 20, 256 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python's mmap has no name for it
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,28 @@ def keep_freed_memory() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, _KEPT_TENSOR_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+def reserve(num_bytes: int) -> mmap.mmap:
+    """Zeros that take no memory before they are first written, in huge pages where the kernel has any: for what is
+    read in long stretches.
+    """
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def populate(address: int, num_bytes: int) -> bool:
+    """Has the kernel put memory behind the pages that begin in a stretch of reserved memory, whose content stays as it
+    is. Returns whether it did: it must be Linux 5.14 or later, and have memory left.
+    """
+    if sys.platform != "linux":
+        return False
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = address + num_bytes - first
+    madvise = ctypes.CDLL(None).madvise  # not Python's own, which keeps all other threads waiting
+    return length <= 0 or madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) == 0
 
 
 def weight_bytes(config: ModelConfig, num_elements: int, bytes_per_element: int, quantization: str) -> int:

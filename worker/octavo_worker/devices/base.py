@@ -71,6 +71,15 @@ class Device(Protocol):
         """Waits until the queue is empty. Raises what the device says where it failed."""
         ...
 
+    def reserve(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor of zeros that lives as long as the worker. On a CPU it takes no memory before it is written."""
+        ...
+
+    def populate(self, reserved: Tensor) -> bool:
+        """Has memory put behind a part of a reserved tensor ahead of the first write, which would wait for it. Returns
+        whether there was anything to do, and it was done."""
+        ...
+
     def lock(self, host: Tensor) -> None:
         """Locks memory of the host, so that the device can copy from and to it by itself; nothing where it need not.
 

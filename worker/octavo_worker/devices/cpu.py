@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from octavo_worker.memory import free_host_memory
+from octavo_worker.memory import free_host_memory, populate, reserve
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,14 @@ class CpuDevice:
 
     def synchronize(self) -> None:
         return
+
+    def reserve(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if not (num_bytes := math.prod(shape) * dtype.itemsize):
+            return torch.zeros(tuple(shape), dtype=dtype)
+        return torch.frombuffer(reserve(num_bytes), dtype=dtype).view(*shape)
+
+    def populate(self, reserved: Tensor) -> bool:
+        return populate(reserved.data_ptr(), reserved.nbytes)
 
     def lock(self, host: Tensor) -> None:
         return

@@ -75,6 +75,12 @@ class CudaDevice:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
+    def reserve(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.torch_device)
+
+    def populate(self, reserved: Tensor) -> bool:
+        return False  # the device's memory is all there
+
     def lock(self, host: Tensor) -> None:
         """By CUDA itself: torch's own allocator of pinned memory rounds up to a power of two, up to twice what was
         counted."""
