@@ -20,25 +20,22 @@ from collections.abc import Callable, Sequence
 from octavo.config import RouterConfig
 from octavo.errors import (
     DeadlineError,
-    GenerationError,
     InternalError,
     OctavoError,
-    RequestCancelledError,
     UnavailableError,
 )
 from octavo.v1 import admin_pb2
 from octavo.worker.v1 import worker_pb2
-from octavo_router import __version__, metrics, snapshot
+from octavo_router import __version__, snapshot
 from octavo_router.admission import Admission, Waiting
-from octavo_router.fan_out import FanOut
+from octavo_router.deliveries import Deliveries
 from octavo_router.metrics import Metrics
-from octavo_router.request import FinishReason, Request, Sampling
-from octavo_router.results import BeamsFinished, Event, PromptComputed, ProtocolError, TokenSampled
-from octavo_router.sample import End
+from octavo_router.request import Request, Sampling
+from octavo_router.results import Event, ProtocolError
 from octavo_router.scheduler import Scheduler
 from octavo_router.served_model import ServedModel, limits_of
 from octavo_router.step_loop import StepLoop
-from octavo_router.stream import Delivery, RequestStream
+from octavo_router.stream import RequestStream
 from octavo_router.tokenizer import Tokenizer
 from octavo_router.worker_client import SessionLostError, WorkerClient, backoff, wait_for_worker
 
@@ -75,12 +72,10 @@ class Engine:
             max_waiting_prompt_tokens=config.max_waiting_prompt_tokens,
         )
         self._started_at = clock()
-        self._deliveries: dict[int, Delivery] = {}
-        self._fan_out = FanOut(config.stream_interval_ms / 1000)
-        self._timers: dict[int, asyncio.TimerHandle] = {}
         self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._deliveries = Deliveries(
+            tokenizer, metrics, clock, self._wake, stream_interval_s=config.stream_interval_ms / 1000
+        )
         self._connected = asyncio.Event()
         self._is_draining = False
         self._is_stopped = False
@@ -89,7 +84,6 @@ class Engine:
         self._num_lost_sessions = 0
         self._is_session_proven = True
         self._description = worker_pb2.DescribeResponse()
-        self._scheduler: Scheduler
         self._last_epoch = 0
         self._serving: asyncio.Task[None] | None = None
 
@@ -121,10 +115,12 @@ class Engine:
         self.begin_drain()
         try:
             async with asyncio.timeout(grace_s):
-                await self._idle.wait()
+                await self._deliveries.wait_for_end()
         except TimeoutError:
             logger.warning("%d requests did not end within %g s of grace", self.num_unfinished, grace_s)
-            self._fail_all(UnavailableError("the server is stopping and the time to finish is over; try again"))
+            self._deliveries.fail_all(
+                UnavailableError("the server is stopping and the time to finish is over; try again")
+            )
 
     async def stop(self) -> None:
         """Ends the session and the connection; requests that have not ended fail. The engine cannot be started
@@ -134,10 +130,14 @@ class Engine:
             self._serving.cancel()
             await asyncio.wait({self._serving})
         self._stop_give_up_timer()
-        self._fail_all(UnavailableError("the server is stopping; try again"))
+        self._deliveries.fail_all(UnavailableError("the server is stopping; try again"))
         await self._worker.close()
 
     # State
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        return self._deliveries.scheduler
 
     @property
     def num_unfinished(self) -> int:
@@ -203,38 +203,9 @@ class Engine:
         self._check_available()
         if request.deadline is not None and request.deadline <= now:
             raise DeadlineError("the deadline passed before the request arrived")
-        num_prompt_tokens = len(request.prompt_token_ids)
         self._scheduler.limits.check(request)
-        self._check_queue(num_prompt_tokens, self._waiting())
-        delivery = self._take_in(request, now)
-        self._deliveries[delivery.group.arrival] = delivery
-        self._idle.clear()
-        self._metrics.accepted(num_prompt_tokens)
-        if request.deadline is not None:
-            loop = asyncio.get_running_loop()
-            self._timers[delivery.group.arrival] = loop.call_later(request.deadline - now, self._expire, delivery)
-        self._end_held(delivery)
-        self._wake.set()
-        return RequestStream(delivery, self._cancel)
-
-    def _take_in(self, request: Request, now: float) -> Delivery:
-        """Gives a request to the scheduler. Raises as `submit` does; the scheduler then has nothing of it."""
-        group = self._scheduler.add(request, now=now)
-        try:
-            return Delivery(group, self._tokenizer, self._fan_out)
-        except BaseException:
-            self._scheduler.cancel(group)
-            raise
-
-    def _end_held(self, delivery: Delivery) -> None:
-        """Ends the samples of a resume that have ended with what their caller holds."""
-        end: End | None = None
-        for held in delivery.group.request.resumed:
-            end = delivery.samples[held.sample_index].end
-            if end is not None:
-                self._scheduler.finish(delivery.group.sequences[held.sample_index])
-        if end is not None and delivery.num_open == 0:
-            self._end(delivery, end.reason)
+        self._check_queue(len(request.prompt_token_ids), self._waiting())
+        return self._deliveries.take_in(request, now)
 
     def check_room(self, num_reading: int) -> None:
         """Refuses a request before its prompt is read, for the reasons of `submit` that are known by then.
@@ -263,38 +234,6 @@ class Engine:
             num_started_requests=scheduler.num_started_requests,
             num_started_prompt_tokens=scheduler.num_started_prompt_tokens,
         )
-
-    def _cancel(self, delivery: Delivery) -> None:
-        """The reader left."""
-        self._abandon(delivery, RequestCancelledError("the request was cancelled"), metrics.FINISH_ABORT)
-
-    def _expire(self, delivery: Delivery) -> None:
-        """The deadline passed."""
-        self._abandon(delivery, DeadlineError("the deadline passed before the request ended"), metrics.FINISH_DEADLINE)
-
-    def _abandon(self, delivery: Delivery, error: OctavoError, reason: str) -> None:
-        """Ends a request that has not ended; its blocks are released with the next plan sent."""
-        if delivery.is_over:
-            return
-        self._scheduler.cancel(delivery.group)
-        delivery.fail(error)
-        self._forget(delivery, reason)
-        self._wake.set()
-
-    def _fail_all(self, error: OctavoError) -> None:
-        for delivery in list(self._deliveries.values()):
-            self._abandon(delivery, error, metrics.FINISH_ERROR)
-
-    def _forget(self, delivery: Delivery, reason: str) -> None:
-        """A request has ended."""
-        group = delivery.group
-        del self._deliveries[group.arrival]
-        if (timer := self._timers.pop(group.arrival, None)) is not None:
-            timer.cancel()
-        if not self._deliveries:
-            self._idle.set()
-        self._metrics.request_finished(reason, self._clock() - group.arrived_at)
-        group.sequences.clear()  # they and it hold each other: garbage that only a full collection would find
 
     # Sessions
 
@@ -334,7 +273,7 @@ class Engine:
         if served is not None and new.digest != served.digest:
             reason = f"the worker came back with another model ({_short(new.digest)}, was {_short(served.digest)})"
             logger.error("%s; unfinished requests fail", reason)
-            self._fail_all(UnavailableError(f"{reason}; send the request again"))
+            self._deliveries.fail_all(UnavailableError(f"{reason}; send the request again"))
         self._description = description
         self.model = ServedModel.from_description(
             description,
@@ -343,7 +282,7 @@ class Engine:
             created_unix_s=served.created_unix_s if served is not None and new.digest == served.digest else time.time(),
         )
         if served is None:
-            self._scheduler = self._new_scheduler()
+            self._deliveries.scheduler = self._new_scheduler()
             self._metrics.watch(lambda: snapshot.gauges(self._scheduler, is_connected=self._connected.is_set()))
         return True
 
@@ -355,7 +294,7 @@ class Engine:
             epoch=self._last_epoch, incarnation=description.incarnation, router_name=self._config.router_name
         ) as session:
             failed = scheduler.begin_session(self._last_epoch, limits_of(description, self._config))
-            self._deliver(failed)
+            self._deliveries.deliver(failed)
             self._mark_connected()
             logger.info(
                 "session %d with %s at %s: %s, %d blocks of %d tokens, %d requests to go on with",
@@ -394,10 +333,7 @@ class Engine:
 
     def _start_over(self, error: OctavoError) -> None:
         """Fails every request and takes a new scheduler: a bug may have left the old one in any state."""
-        self._scheduler = self._new_scheduler()
-        for delivery in list(self._deliveries.values()):
-            delivery.fail(error)
-            self._forget(delivery, metrics.FINISH_ERROR)
+        self._deliveries.start_over(self._new_scheduler(), error)
 
     def _stop_give_up_timer(self) -> None:
         if self._give_up_timer is not None:
@@ -414,7 +350,7 @@ class Engine:
             self._metrics.session_lost()
             self._connected.clear()
         self._is_session_proven = False
-        self._deliver(self._scheduler.end_session())
+        self._deliveries.deliver(self._scheduler.end_session())
         if self._give_up_timer is None and not self._no_worker_reason:
             timeout_s = self._config.worker_timeout_s
             # Where the worker is, is the operator's to know: the log has it.
@@ -427,77 +363,12 @@ class Engine:
         there."""
         self._stop_give_up_timer()
         self._no_worker_reason = reason
-        self._fail_all(UnavailableError(reason))
-
-    # Output
+        self._deliveries.fail_all(UnavailableError(reason))
 
     def _deliver_step(self, events: Sequence[Event]) -> None:
         """Hands on what a step brought; so the worker works."""
         self._is_session_proven = True
-        self._deliver(events)
-
-    def _deliver(self, events: Sequence[Event]) -> None:
-        """Hands events to their streams. One request's fault ends that request alone."""
-        now = self._clock()
-        num_tokens = 0
-        for event in events:
-            group = event.sequence.group if isinstance(event, TokenSampled) else event.group
-            delivery = self._deliveries.get(group.arrival)
-            if delivery is None:
-                continue  # it was cancelled after the result came
-            try:
-                if isinstance(event, TokenSampled):
-                    num_tokens += 1
-                    self._deliver_token(delivery, event, now)
-                elif isinstance(event, BeamsFinished):
-                    num_tokens += self._deliver_beams(delivery, event, now)
-                elif isinstance(event, PromptComputed):
-                    self._deliver_prompt(delivery, event, now)
-                else:
-                    error = GenerationError(f"the request failed: {event.message}")
-                    self._abandon(delivery, error, metrics.FINISH_ERROR)
-            except Exception:
-                logger.exception("request %s failed on %s", group.request.request_id, type(event).__name__)
-                bug = InternalError("the request failed in the router; this is a bug, see the router's log")
-                self._abandon(delivery, bug, metrics.FINISH_ERROR)
-        self._metrics.tokens(num_tokens)
-
-    def _deliver_token(self, delivery: Delivery, event: TokenSampled, now: float) -> None:
-        if not delivery.has_new_tokens:
-            self._note_first_token(delivery, now)
-        reason = delivery.add(event, now)
-        if reason is None:
-            return
-        sample = delivery.samples[event.sequence.sample_index]
-        self._metrics.sample_finished(now - sample.first_token_at, sample.num_new_tokens)
-        self._scheduler.finish(event.sequence)  # has no effect unless it was a stop string that ended the sample
-        self._wake.set()
-        if delivery.num_open == 0:
-            self._end(delivery, reason)
-
-    def _deliver_prompt(self, delivery: Delivery, event: PromptComputed, now: float) -> None:
-        delivery.add_prompt(is_end=event.is_end)
-        if event.is_end:
-            group = delivery.group
-            self._metrics.started((group.started_at or now) - group.arrived_at)
-            self._end(delivery, FinishReason.LENGTH)
-
-    def _deliver_beams(self, delivery: Delivery, event: BeamsFinished, now: float) -> int:
-        """Delivers a beam search, which the scheduler has ended. Returns how many tokens that are."""
-        self._note_first_token(delivery, now)
-        delivery.add_beams(event.hypotheses)
-        self._end(delivery, event.hypotheses[0].finish_reason)
-        return sum(sample.num_tokens for sample in delivery.samples)
-
-    def _note_first_token(self, delivery: Delivery, now: float) -> None:
-        group = delivery.group
-        self._metrics.first_token(now - group.arrived_at)
-        self._metrics.started((group.started_at or now) - group.arrived_at)
-
-    def _end(self, delivery: Delivery, reason: FinishReason) -> None:
-        """Every sample of a request has ended, the last for this reason."""
-        delivery.end()
-        self._forget(delivery, reason.value)
+        self._deliveries.deliver(events)
 
 
 def _first(error: BaseException) -> BaseException:

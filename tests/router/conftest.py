@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,14 @@ TESTDATA = Path(__file__).parent / "testdata"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite", action="store_true", help="write golden transcripts instead of comparing with them")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected() -> Iterator[None]:
+    """Random searches leave a million objects behind: collecting them takes a second, which is not to fall into a test
+    of another file that waits for the clock."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture

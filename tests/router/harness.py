@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from octavo_router.beam_search import Hypothesis
 from octavo_router.limits import Limits
@@ -104,9 +105,9 @@ def seed_that_stops_after(num_tokens: int, **request: int) -> int:
 class Harness:
     """Checks the invariants after each step. num_used: what the scheduler has in tables."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, **options: Any) -> None:
         self.limits = limits
-        self.scheduler = Scheduler(limits, eos_token_ids=EOS)
+        self.scheduler = Scheduler(limits, eos_token_ids=EOS, **options)
         self.groups: dict[str, SequenceGroup] = {}
         self.events: list[Event] = []
         self.lines: list[str] = []

@@ -217,7 +217,12 @@ class Line:
 
     def hash_of(self, index: int) -> bytes:
         """Stands for the content of a block and all before it."""
-        return bytes(token % 256 for token in self.tokens[: (index + 1) * BLOCK_SIZE])
+        return b"".join(token.to_bytes(4) for token in self.tokens[: (index + 1) * BLOCK_SIZE])
+
+
+def some_of(lines: list[Line]) -> st.SearchStrategy[list[Line]]:
+    """All of them, or a few: together they may share blocks."""
+    return st.just(lines) | st.lists(st.sampled_from(lines), min_size=1, max_size=3, unique_by=id)
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -239,6 +244,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @property
     def running(self) -> list[Line]:
         return [line for line in self.lines if not line.is_swapped]
+
+    @property
+    def swapped(self) -> list[Line]:
+        return [line for line in self.lines if line.is_swapped and not line.is_in_plan]
 
     @property
     def at_rest(self) -> list[Line]:
@@ -297,18 +306,28 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.at_rest)
     @rule(data=st.data())
     def swap_out(self, data: st.DataObject) -> None:
-        lines = data.draw(st.lists(st.sampled_from(self.at_rest), min_size=1, max_size=3, unique_by=id))
+        self._swap_out(data.draw(some_of(self.at_rest)))
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data())
+    def swap_in(self, data: st.DataObject) -> None:
+        self._swap_in(data.draw(some_of(self.swapped)))
+
+    @precondition(lambda self: self.at_rest)
+    @rule()
+    def swap_everything_out_and_in(self) -> None:
+        self._swap_out(self.at_rest)
+        self.plan()
+        self._swap_in(self.swapped)
+
+    def _swap_out(self, lines: list[Line]) -> None:
         tables = [line.table for line in lines]
         if len({block_id for table in tables for block_id in table}) <= self.blocks.host.num_free:
             self._release(tables)
             for line, host_table in zip(lines, self.blocks.swap_out(tables), strict=True):
                 line.host_table, line.is_swapped, line.is_in_plan = host_table, True, True
 
-    @precondition(lambda self: any(line.is_swapped and not line.is_in_plan for line in self.lines))
-    @rule(data=st.data())
-    def swap_in(self, data: st.DataObject) -> None:
-        swapped = [line for line in self.lines if line.is_swapped and not line.is_in_plan]
-        lines = data.draw(st.lists(st.sampled_from(swapped), min_size=1, max_size=3, unique_by=id))
+    def _swap_in(self, lines: list[Line]) -> None:
         if len({block_id for line in lines for block_id in line.host_table}) <= self.blocks.device.num_free:
             for line, table in zip(lines, self.blocks.swap_in([line.host_table for line in lines]), strict=True):
                 line.table, line.is_swapped, line.is_in_plan = table, False, True

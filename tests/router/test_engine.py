@@ -766,7 +766,7 @@ async def test_leaving_at_the_moment_of_the_last_token_harms_nobody() -> None:
         await router.until_idle()
         total = sum(router.value("octavo_requests_finished_total", reason=reason) for reason in ("abort", "length"))
         assert total == 200
-        assert not router.engine._timers
+        assert not router.engine._deliveries._timers
         assert router.worker_state.lost_session_count == 0
 
 

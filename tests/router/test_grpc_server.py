@@ -220,7 +220,7 @@ async def test_cancelled_streams_leave_nothing_behind(served: Served) -> None:
 async def test_the_deadline_ends_the_call_and_the_request(served: Served) -> None:
     """A cancelled handler left its caller without a status (BR-096)."""
     served.engine.hold_after = 1
-    call = served.inference.Generate(pb.GenerateRequest(text="Hi"), timeout=0.2)
+    call = served.inference.Generate(pb.GenerateRequest(text="Hi"), timeout=1)
     await call.read()
     await call.read()
     with pytest.raises(grpc.aio.AioRpcError) as caught:

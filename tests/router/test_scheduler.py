@@ -440,7 +440,8 @@ def test_every_request_ends_once_with_its_own_tokens(
     """Random arrivals, departures, lost sessions, flushes and small pools: invariants hold after every call (by the
     harness), the fake worker finds no fault, every request ends exactly once, with the tokens of a run on its own."""
     rng = random.Random(seed)
-    harness = Harness(make_limits(**limits))
+    # Sessions are lost at random, now and then so often beside one request that it would fail for it.
+    harness = Harness(make_limits(**limits), max_worker_failures=200)
     to_come = [requested(f"R{index}", **request) for index, request in enumerate(requests)]
     accepted = []
     cancelled: set[str] = set()

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels.backend import Backend
-from octavo_worker.bans import Bans
 from octavo_worker.batch import build_batch
 from octavo_worker.devices import Device, open_device
 from octavo_worker.kv_pool import KVPool
@@ -31,16 +30,14 @@ from octavo_worker.params import params_problem, tokens_problem
 from octavo_worker.processors import LogitProcessors, SequenceProcessors
 from octavo_worker.prompt_logprobs import score_prompts, scored_rows
 from octavo_worker.run_ahead import Launch, RunAhead
-from octavo_worker.sampler import Likeliest, candidates, finite_rows, log_probabilities, sample
 from octavo_worker.sequences import IntArray, SequenceTable, TokenArray
 from octavo_worker.step import Step
+from octavo_worker.step_sampler import NOT_FINITE, StepSampler
 
 if TYPE_CHECKING:
     from octavo_worker.grammar import GrammarEngine, PendingMasks
 
 _INVALID = pb.SEQUENCE_ERROR_CODE_INVALID
-_NUMERIC = pb.SEQUENCE_ERROR_CODE_NUMERIC
-_NOT_FINITE = "the model's logits are not finite"
 
 
 class PlanError(Exception):
@@ -79,6 +76,7 @@ class Executor:
         self._device, self._ahead = device or open_device(backend.device), ahead
         self._under_way: deque[Step] = deque()
         self._processors = LogitProcessors(decoder.num_sampled, grammars, on_progress)
+        self._sampler = StepSampler(backend, self._processors)
         self._max_batched_tokens = max_batched_tokens
         self._on_progress = on_progress
         self.reset()
@@ -167,7 +165,7 @@ class Executor:
             sequence_id = sequence_ids[at]
             if sequence_id in launch.dropped:
                 continue
-            step.result.errors.append(_error(sequence_id, _NUMERIC, _NOT_FINITE))
+            step.result.errors.append(_error(sequence_id, *NOT_FINITE))
             if is_held[at]:
                 self._forget(sequence_id)
                 for later in self._under_way:
@@ -376,86 +374,24 @@ class Executor:
         for index, stretch in found.items():
             stretch.sequence_id = scheduled.sequence_ids[index]
             result.prompt_logprobs.append(stretch)
-        self._fail_not_finite(scheduled, np.fromiter(broken, np.int64))
+        for index in sorted(broken):
+            self._fail(scheduled.sequence_ids[index], *NOT_FINITE)
         return chosen[~np.isin(chosen, list(broken))] if broken else chosen
 
     def _sample(
         self, scheduled: _Scheduled, chosen: IntArray, logits: Tensor, masks: PendingMasks | None, result: pb.StepResult
     ) -> None:
-        """Samples behind the sequences in `chosen`, or finds candidates. logits: a row for each of them; mutated where
-        nothing else needs them; masks: of their grammars.
-        """
-        params = self.table.params[scheduled.rows[chosen]]
-        if _is_plain(params):
-            positions = scheduled.starts[chosen] + scheduled.counts[chosen]
-            sampled = sample(logits, params, positions, self.backend).cpu().numpy()
-            is_finite = sampled >= 0
-            self._fail_not_finite(scheduled, chosen[~is_finite])
-            self._append(scheduled, chosen[is_finite], sampled[is_finite], result)
-            return
-        finite = finite_rows(logits)
-        self._fail_not_finite(scheduled, chosen[~finite])
-        chosen, logits = chosen[finite], _take(logits, finite)
-        chosen, logits, bans = self._ban(scheduled, chosen, logits, masks)
-        is_beam = self.table.params["num_candidates"][scheduled.rows[chosen]] > 0
-        if is_beam.any():
-            self._find_candidates(scheduled, chosen[is_beam], _take(logits, is_beam), bans.take(is_beam), result)
-            chosen, logits, bans = chosen[~is_beam], _take(logits, ~is_beam), bans.take(~is_beam)
-        if not len(chosen):
-            return
-        rows = scheduled.rows[chosen]
-        params = self.table.params[rows]
-        wanted = params["return_logprobs"]
-        changed = logits
-        if len(bans.rows) or self._processors.adjusts(self.table, rows):
-            changed = logits.clone() if wanted.any() else logits  # log-probabilities are the model's own
-            self._processors.adjust(changed, self.table, rows)
-            bans.apply(changed, self.backend)
-        token_ids = sample(changed, params, scheduled.starts[chosen] + scheduled.counts[chosen], self.backend)
-        if wanted.any():
-            num_tops = params["num_top_logprobs"][wanted]
-            _fill_logprobs(result.logprobs, _take(logits, wanted), _take(token_ids, wanted), num_tops)
-        self._append(scheduled, chosen, token_ids.cpu().numpy(), result)
-
-    def _append(self, scheduled: _Scheduled, chosen: IntArray, token_ids: IntArray, result: pb.StepResult) -> None:
-        """The sequences in `chosen` go on with these tokens, one each."""
-        rows = scheduled.rows[chosen]
-        self.table.tokens.append(rows, np.ones(len(rows), np.int64), token_ids.astype(np.int32))
-        result.sequence_ids.extend([scheduled.sequence_ids[index] for index in chosen.tolist()])
+        """Samples behind the sequences in `chosen`; logits: a row for each of them; masks: of their grammars."""
+        rows, positions = scheduled.rows[chosen], scheduled.starts[chosen] + scheduled.counts[chosen]
+        ids = [scheduled.sequence_ids[index] for index in chosen.tolist()]
+        sampled = self._sampler.sample(logits, self.table, rows, positions, ids, masks, result)
+        for index, problem in sampled.problems.items():
+            self._fail(ids[index], *problem)
+        kept = sampled.kept
+        token_ids = sampled.token_ids.astype(np.int32)
+        self.table.tokens.append(rows[kept], np.ones(len(kept), np.int64), token_ids)
+        result.sequence_ids.extend([ids[index] for index in kept.tolist()])
         result.token_ids.extend(token_ids.tolist())
-
-    def _ban(
-        self, scheduled: _Scheduled, chosen: IntArray, logits: Tensor, masks: PendingMasks | None
-    ) -> tuple[IntArray, Tensor, Bans]:
-        """What the sequences in `chosen` may not get. Those with nothing left fail; returns the others, their logits
-        and bans.
-        """
-        positions = scheduled.starts[chosen] + scheduled.counts[chosen]
-        bans = self._processors.bans(self.table, scheduled.rows[chosen], positions, masks)
-        if not bans.problems:
-            return chosen, logits, bans
-        kept = np.ones(len(chosen), np.bool_)
-        for index, problem in bans.problems.items():
-            self._fail(scheduled.sequence_ids[chosen[index]], *problem)
-            kept[index] = False
-        return chosen[kept], _take(logits, kept), bans.take(kept)
-
-    def _fail_not_finite(self, scheduled: _Scheduled, broken: IntArray) -> None:
-        for index in broken:
-            self._fail(scheduled.sequence_ids[index], _NUMERIC, _NOT_FINITE)
-
-    def _find_candidates(
-        self, scheduled: _Scheduled, chosen: IntArray, logits: Tensor, bans: Bans, result: pb.StepResult
-    ) -> None:
-        """Answers for beams, which get their next token by a fork."""
-        rows = scheduled.rows[chosen]
-        found = candidates(logits, self.table.params["num_candidates"][rows], bans, self.backend)
-        ids, logprobs = _flat(found)
-        ends = np.cumsum(found.counts)
-        for index, start, end in zip(chosen, ends - found.counts, ends, strict=True):
-            result.candidates.add(
-                sequence_id=scheduled.sequence_ids[index], token_ids=ids[start:end], logprobs=logprobs[start:end]
-            )
 
     def _fail(self, sequence_id: int, code: pb.SequenceErrorCode, message: str) -> None:
         """Reports a sequence's failure and forgets it; whatever is planned for it is ignored until it is released."""
@@ -473,32 +409,6 @@ def _microseconds(seconds: float) -> int:
 
 def _error(sequence_id: int, code: pb.SequenceErrorCode, message: str) -> pb.SequenceError:
     return pb.SequenceError(sequence_id=sequence_id, code=code, message=message)
-
-
-def _fill_logprobs(columns: pb.LogprobColumns, logits: Tensor, token_ids: Tensor, num_tops: IntArray) -> None:
-    rows = log_probabilities(logits, token_ids, num_tops)
-    columns.logprobs.extend(rows.logprobs.tolist())
-    columns.top_counts.extend(rows.tops.counts.tolist())
-    ids, logprobs = _flat(rows.tops)
-    columns.top_token_ids.extend(ids)
-    columns.top_logprobs.extend(logprobs)
-
-
-def _flat(tops: Likeliest) -> tuple[list[int], list[float]]:
-    """Ids and log-probabilities, one row's behind the other's."""
-    inside = np.arange(tops.ids.shape[1]) < tops.counts[:, None]
-    return tops.ids.cpu().numpy()[inside].tolist(), tops.logprobs.cpu().numpy()[inside].tolist()
-
-
-def _is_plain(params: NDArray[np.void]) -> bool:
-    """Whether nothing but the sampler looks at the logits of sequences with these parameters."""
-    special = params["has_bans"] | params["has_grammar"] | params["has_suppressed"] | params["has_adjustments"]
-    return not (special | params["return_logprobs"] | (params["num_candidates"] > 0)).any()
-
-
-def _take(values: Tensor, mask: NDArray[np.bool_]) -> Tensor:
-    """The rows of a mask; not copied where they are all."""
-    return values if mask.all() else values.index_select(0, torch.from_numpy(np.flatnonzero(mask)).to(values.device))
 
 
 def _tokens(token_ids: Sequence[int]) -> TokenArray:
