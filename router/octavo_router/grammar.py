@@ -171,7 +171,7 @@ class GrammarCompiler:
                 *child_command("octavo_router.grammar_process"),
                 stdin=pipe,
                 stdout=pipe,
-                process_group=0,  # Ctrl-C is the router's to handle
+                start_new_session=True,  # Ctrl-C is the router's to handle
                 env=child_environment(),
             )
         except OSError as error:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+from octavo import event_loop
 from octavo.config import RouterConfig
 from octavo.errors import ConfigError, ModelLoadError
 from octavo.garbage import spare_long_lived
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = RouterConfig.from_values(vars(parser.parse_args(arguments)))
         _set_up_logging(config)
-        asyncio.run(run(config))
+        event_loop.run(run(config))
     except (ConfigError, ModelLoadError) as error:
         print(f"octavo-router: {error.message}", file=sys.stderr)
         return 2

@@ -110,7 +110,7 @@ class _Child:
                 child_command("octavo_router.template_process"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                process_group=0,  # Ctrl-C is the router's to handle
+                start_new_session=True,  # Ctrl-C is the router's to handle
                 env=child_environment(),
             )
         except OSError as error:

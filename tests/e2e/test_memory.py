@@ -77,11 +77,15 @@ def test_every_request_ends_and_waste_stays_below_one_block(small_server: Server
         state = small_server.state()
         (worker,) = state.workers
         assert worker.device_pool.block_count == NUM_BLOCKS
-        # A second call is answered behind the tokens that the first one counted, so the readers have seen those.
-        small_server.state()
-        allowed = sum(reader.most_blocks() for reader in running_before)
-        assert worker.device_pool.used_block_count <= min(allowed, NUM_BLOCKS)
-        most_used = max(most_used, worker.device_pool.used_block_count)
+        used = worker.device_pool.used_block_count
+        # Further calls are answered behind the tokens that the first one counted; the readers see those at last.
+        for _ in range(5):
+            small_server.state()
+            allowed = sum(reader.most_blocks() for reader in running_before)
+            if used <= allowed:
+                break
+        assert used <= min(allowed, NUM_BLOCKS)
+        most_used = max(most_used, used)
     for reader in readers:
         assert reader.error is None
         assert (reader.received, reader.finish_reason) == (reader.num_tokens, "length")

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from octavo import event_loop
 from octavo.config import DEFAULT_MODEL, WorkerConfig
 from octavo.errors import ConfigError, ModelLoadError
 from octavo.garbage import spare_long_lived
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: os._exit(0))  # until the server takes over, there is nothing to clean up
         _configure_logging(config.log_level)
-        return asyncio.run(_serve(config))
+        return event_loop.run(_serve(config))
     except (ConfigError, ModelLoadError) as error:
         print(f"octavo-worker: {error.message}", file=sys.stderr)
         return 2
