@@ -6,9 +6,11 @@ from __future__ import annotations
 import dataclasses
 import http.server
 import importlib.util
+import os
 import re
 import socket
 import ssl
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -156,6 +158,25 @@ class TestDockerfile:
 
     def test_compiler_stays_in_the_build_stage(self) -> None:
         assert [name for name, text in stages().items() if "g++" in text] == ["worker-wheels"]
+        assert [name for name, text in stages().items() if "gcc" in text] == ["worker"]
+
+    @pytest.mark.parametrize(("build", "expected"), [("cpu", []), ("cuda", ["update", "install"])])
+    def test_a_gpu_s_image_alone_has_a_compiler_and_checks_that_it_finds_headers(
+        self, build: str, expected: list[str], tmp_path: Path
+    ) -> None:
+        [step] = re.findall(r"^RUN (if .+?^    fi)$", stages()["worker"], flags=re.MULTILINE | re.DOTALL)
+        for name, does in {
+            "apt-get": f'echo "$1" >> {tmp_path}/asked',
+            "rm": "",
+            "gcc": "cat > /dev/null; exit 3",
+        }.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+            (tmp_path / name).chmod(0o755)
+        environment = os.environ | {"TORCH_BUILD": build, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        done = subprocess.run(["sh", "-c", step], env=environment, check=False)
+        assert done.returncode == (3 if expected else 0)
+        asked = tmp_path / "asked"
+        assert (asked.read_text().split() if asked.exists() else []) == expected
 
     @pytest.mark.parametrize("name", ["router", "worker"])
     def test_image_runs_unprivileged_with_its_program_as_the_first_process(self, name: str) -> None:

@@ -41,7 +41,7 @@ def paged_pass(
     )
     pool = torch.zeros(layout.pool_shape(sequences * blocks), dtype=layout.pool_dtype, device=device)
     if not layout.is_quantized:
-        pool.normal_()
+        pool.normal_(generator=bench.generator(0))
     order = torch.randperm(sequences * blocks, generator=torch.Generator().manual_seed(0))
     tables = order.view(sequences, blocks).int()
     positions = torch.arange(context - queries, context).repeat(sequences)
@@ -54,7 +54,9 @@ def paged_pass(
         torch.full((sequences,), context),
     )
     batch = AttentionBatch(
-        *(column.int().to(device) for column in columns), block_tables=tables.to(device), max_queries=queries
+        *(column.int().to(device) for column in columns),  # type: ignore[misc, arg-type]
+        block_tables=tables.to(device),
+        max_queries=queries,
     )
     tokens = sequences * queries
     kv = layout.layer(pool, 0)

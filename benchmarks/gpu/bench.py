@@ -23,9 +23,9 @@ class Sizes:
     """How much is measured.
 
     model: the shape of the model; dtype: what it computes in; checked: the dtypes whose kernels are held against the
-    oracle; batches, contexts: of decode steps; prefill: tokens of a prompt, in one step; requests, prompt, output: of
-    the load that is served; steps: decode steps that are timed; copy_bytes: of a large copy; matrix: rows and columns
-    of a large product; rows: of activations that are larger than a cache.
+    oracle, the one that matters most first; batches, contexts: of decode steps; prefill: tokens of a prompt, in one
+    step; requests, prompt, output: of the load that is served; steps: decode steps that are timed; copy_bytes: of a
+    large copy; matrix: rows and columns of a large product; rows: of activations that are larger than a cache.
     """
 
     model: ModelConfig
@@ -55,9 +55,15 @@ class Bench:
 
     def normal(self, *shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
         """Random values of the model's dtype on the device."""
-        generator = torch.Generator(self.device.torch_device).manual_seed(seed)
-        values = torch.randn(*shape, generator=generator, device=self.device.torch_device, dtype=torch.float32)
-        return (values * scale).to(self.sizes.dtype)
+        return (self.numbers(*shape, seed=seed) * scale).to(self.sizes.dtype)
+
+    def numbers(self, *shape: int, seed: int = 0) -> Tensor:
+        """Random fp32 values on the device."""
+        return torch.randn(*shape, generator=self.generator(seed), device=self.device.torch_device, dtype=torch.float32)
+
+    def generator(self, seed: int) -> torch.Generator:
+        """The device's, but not its default one: that one is of no more use where a recording of a graph has failed."""
+        return torch.Generator(self.device.torch_device).manual_seed(seed)
 
     def seconds(self, work: Callable[[], Tensor], *, rounds: int = 5) -> float:
         """Time of one call of `work` on the device: the median of rounds of several, recorded so that the host's part
@@ -132,7 +138,7 @@ FULL = Sizes(
 TINY = Sizes(
     model=tiny(),
     dtype=torch.float32,
-    checked=(torch.float32,),
+    checked=(torch.bfloat16, torch.float32),
     batches=(1, 3),
     contexts=(20, 40),
     prefill=32,

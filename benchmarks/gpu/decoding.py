@@ -10,9 +10,10 @@ import itertools
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,39 +21,68 @@ import torch
 from gpu.bench import Bench
 from gpu.model import Served
 from octavo.worker.v1 import worker_pb2 as pb
+from octavo_worker.devices import Device
 from octavo_worker.executor_thread import ExecutorThread
 from octavo_worker.run_ahead import Launch, RunAhead
 from octavo_worker.sequences import IntArray, SequenceTable
 from octavo_worker.step_pipeline import StepPipeline
 
 _IN_FLIGHT = 2
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 60.0
 _WARM_UP_STEPS = 3
 
 
 class WatchedRunAhead(RunAhead):
-    """Marks where each step begins and ends in the device's queue."""
+    """Marks where each step begins and ends in the device's queue.
+
+    A step begins behind its first upload. What the host does before that must not count as the device's work: a mark
+    that is set in an empty queue is passed at once.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.marks: list[tuple[Any, Any]] = []
+        self.marks: list[tuple[_Mark, _Mark]] = []
+        self._watched = _WatchedDevice(self._device)
+        self._device = cast(Device, self._watched)
 
     def launch(
         self, table: SequenceTable, rows: IntArray, starts: IntArray, counts: IntArray, samples: np.ndarray
     ) -> Launch:
         begin, end = _Mark(self._device.is_asynchronous), _Mark(self._device.is_asynchronous)
-        begin.set()
+        self._watched.begin = begin
         launch = super().launch(table, rows, starts, counts, samples)
         end.set()
         self.marks.append((begin, end))
         return launch
 
-    def idle_share(self) -> float:
-        """The share of time between the first step's end and the last one's in which the device had none to do."""
+    def idle_share(self) -> float | None:
+        """The share of time between the first step's end and the last one's in which the device had none to do; None
+        where fewer than two steps were launched."""
         marks, self.marks = self.marks, []
+        if len(marks) < 2:
+            return None
         idle = sum(max(0.0, before[1].until(behind[0])) for before, behind in itertools.pairwise(marks))
         total = marks[0][1].until(marks[-1][1])
         return idle / total if total > 0 else 0.0
+
+
+class _WatchedDevice:
+    """A device that sets the mark it was given behind its next upload."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.begin: _Mark | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def upload(self, columns: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """See `Device.upload`."""
+        uploaded = self._device.upload(columns)
+        if self.begin is not None:
+            self.begin.set()
+            self.begin = None
+        return uploaded
 
 
 class _Mark:
@@ -70,7 +100,7 @@ class _Mark:
 
     def until(self, other: _Mark) -> float:
         """Seconds."""
-        if self._event is None:
+        if self._event is None or other._event is None:
             return other._at - self._at
         return float(self._event.elapsed_time(other._event)) / 1e3
 
@@ -78,11 +108,11 @@ class _Mark:
 @dataclass(frozen=True)
 class Steps:
     """What some steps took. step_s: of one, the median; mean_s: the mean; idle: share of time without work on the
-    device."""
+    device, None where steps were not put into its queue ahead."""
 
     step_s: float
     mean_s: float
-    idle: float
+    idle: float | None
 
 
 def decode(bench: Bench, served: Served, batch: int, context: int) -> Steps | None:
@@ -91,7 +121,7 @@ def decode(bench: Bench, served: Served, batch: int, context: int) -> Steps | No
     blocks = -(-(context + num_steps + 1) // bench.sizes.block_size)
     if blocks * batch > served.pool.size.num_device_blocks:
         return None
-    served.pool.device.normal_()
+    served.pool.device.normal_(generator=bench.generator(0))
     order = np.random.default_rng(0).permutation(served.pool.size.num_device_blocks)[: blocks * batch]
     tokens = (np.arange(context) % 1000).tolist()
     plan = pb.StepPlan(
@@ -131,11 +161,13 @@ def prefill(bench: Bench, served: Served) -> float:
                 sequence_ids=[1], start_positions=[0], token_counts=[count], samples=[True], new_block_counts=[0]
             ),
         )
-        started = time.perf_counter()
-        result = served.executor.execute(plan)
-        times.append(time.perf_counter() - started)
-        assert len(result.token_ids) == 1, result
-        served.executor.reset()
+        try:
+            started = time.perf_counter()
+            result = served.executor.execute(plan)
+            times.append(time.perf_counter() - started)
+            assert len(result.token_ids) == 1, result
+        finally:  # for the next one
+            served.executor.reset()
     return statistics.median(times[1:])
 
 
@@ -164,15 +196,17 @@ def _run(served: Served, plans: list[pb.StepPlan], batch: int) -> Steps:
         arrivals.append(time.perf_counter())
         assert len(result.token_ids) == batch, result.errors[:1]
 
-    for plan in plans:
-        under_way.append(pipeline.submit(lambda plan=plan: served.executor.begin(plan), lambda: None))  # type: ignore[misc]
-        if len(under_way) == _IN_FLIGHT:
+    try:
+        for plan in plans:
+            under_way.append(pipeline.submit(lambda plan=plan: served.executor.begin(plan), lambda: None))  # type: ignore[misc]
+            if len(under_way) == _IN_FLIGHT:
+                receive()
+        while under_way:
             receive()
-    while under_way:
-        receive()
-    thread.submit(served.executor.reset).result(_TIMEOUT_S)
-    thread.stop(_TIMEOUT_S)
+    finally:  # for the next one
+        thread.submit(served.executor.reset).result(_TIMEOUT_S)
+        thread.stop(_TIMEOUT_S)
     if watch is not None:
         del watch.marks[:_WARM_UP_STEPS]
     spans = np.diff(arrivals[_WARM_UP_STEPS - 1 :])
-    return Steps(float(np.median(spans)), float(spans.mean()), watch.idle_share() if watch is not None else 0.0)
+    return Steps(float(np.median(spans)), float(spans.mean()), watch.idle_share() if watch is not None else None)

@@ -10,29 +10,38 @@ import torch
 from floor import Rates
 from torch import Tensor
 
-from gpu.attention import paged_pass
+from gpu.attention import Pass, paged_pass
 from gpu.bench import Bench
-from gpu.quantized import quantized_layers
+from gpu.quantized import MakeLayer, quantized_layers
 from gpu.rows import Row
 
 _MOST_POOL_BYTES = 6 << 30
+_GOAL_BATCH = 64
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A kernel's call, with the least that it moves and does."""
+
+    call: Callable[[], Tensor]
+    num_bytes: float
+    num_flops: float = 0.0
 
 
 @dataclass(frozen=True)
 class _Work:
-    """One call of a kernel, with the least that it moves and does."""
+    """make: gives the call with its inputs, when its turn has come: inputs that fail are that kernel's failure alone,
+    and are gone before the next one's."""
 
     name: str
-    call: Callable[[], Tensor]
-    num_bytes: float
-    num_flops: float
-    goal: str = ""
+    make: Callable[[], _Call]
+    at_least: float | None = None
 
 
 def measure_rates(bench: Bench) -> Rates:
     """Of a large copy within the device, bytes read and written, and of a large product of random matrices."""
     sizes, device = bench.sizes, bench.device.torch_device
-    source = torch.empty(sizes.copy_bytes, dtype=torch.uint8, device=device).random_()
+    source = torch.empty(sizes.copy_bytes, dtype=torch.uint8, device=device).random_(generator=bench.generator(0))
     target = torch.empty_like(source)
     copying = bench.seconds(lambda: target.copy_(source))
     a, b = bench.normal(sizes.matrix, sizes.matrix), bench.normal(sizes.matrix, sizes.matrix, seed=1)
@@ -40,124 +49,153 @@ def measure_rates(bench: Bench) -> Rates:
     return Rates(2 * sizes.copy_bytes / copying, 2 * sizes.matrix**3 / multiplying)
 
 
-def kernel_cases(bench: Bench, rates: Rates) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
-    """A case for each kernel: floor over time, so 1 is the floor itself."""
-    for work in _works(bench):
+def kernel_cases(bench: Bench, rates: Callable[[], Rates]) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
+    """A case for each kernel, those with a goal first: floor over time, so 1 is the floor itself. rates: measures them,
+    or knows them."""
+    for work in sorted(_works(bench), key=lambda work: work.at_least is None):
 
         def measure(work: _Work = work) -> Iterator[Row]:
-            seconds = bench.seconds(work.call)
-            floor = max(work.num_bytes / rates.bytes_per_s, work.num_flops / rates.flops_per_s)
-            facts = {"bytes": work.num_bytes, "flops": work.num_flops, "floor_s": floor}
-            yield Row(work.name, seconds * 1e6, "us", floor / seconds, "of the floor's speed", work.goal, facts)
+            known, made = rates(), work.make()
+            seconds = bench.seconds(made.call)
+            floor = max(made.num_bytes / known.bytes_per_s, made.num_flops / known.flops_per_s)
+            facts = {"bytes": made.num_bytes, "flops": made.num_flops, "floor_s": floor}
+            ratio = floor / seconds
+            yield Row(work.name, seconds * 1e6, "us", ratio, "of the floor's speed", work.at_least, facts=facts)
 
         yield work.name, measure
 
 
 def _works(bench: Bench) -> Iterator[_Work]:
-    yield from _elementwise(bench)
+    yield from _attention(bench)
     yield from _linear(bench)
     yield from _quantized(bench)
-    yield from _attention(bench)
+    yield from _elementwise(bench)
     yield from _sampling(bench)
 
 
-def _elementwise(bench: Bench) -> Iterator[_Work]:
-    ops, model, rows = bench.backend, bench.sizes.model, bench.sizes.rows
-    item = bench.sizes.dtype.itemsize
-    hidden, inner = model.hidden_size, model.intermediate_size
-    x, gains = bench.normal(rows, hidden), bench.normal(hidden, seed=1)
-    yield _Work(f"rms_norm, {rows} x {hidden}", lambda: ops.rms_norm(x, gains, 1e-5), 2 * rows * hidden * item, 0)
-    gate_up = bench.normal(rows, 2 * inner)
-    yield _Work(f"silu_mul, {rows} x {inner}", lambda: ops.silu_mul(gate_up), 3 * rows * inner * item, 0)
-    prompt = paged_pass(bench, sequences=1, context=rows, queries=rows)
-    cos_sin = torch.randn(rows, model.head_dim, device=bench.device.torch_device)
+def _attention(bench: Bench) -> Iterator[_Work]:
+    longest, count = max(bench.sizes.contexts), bench.sizes.prefill
+    for batch in bench.sizes.batches:
+        for context in bench.sizes.contexts:
+            if batch * context * _kv_bytes(bench) <= _MOST_POOL_BYTES:
+                yield _Work(
+                    f"attention, decode, {batch} x {context}",
+                    lambda batch=batch, context=context: _attend(bench, batch, context, 1),  # type: ignore[misc]
+                    0.85 if (batch, context) == (_GOAL_BATCH, longest) else None,
+                )
+    yield _Work(f"attention, prompt of {count}", lambda: _attend(bench, 1, count, count))
 
-    def rotate() -> Tensor:
-        ops.rotary(prompt.q, prompt.batch.positions, cos_sin)
-        return prompt.q
 
-    yield _Work(f"rotary, {rows} tokens", rotate, 2 * prompt.q.nbytes + cos_sin.nbytes, 0)
+def _attend(bench: Bench, batch: int, context: int, queries: int) -> _Call:
+    """Each sequence's last `queries` tokens, with all that they see."""
+    model, case = bench.sizes.model, paged_pass(bench, sequences=batch, context=context, queries=queries)
+    pairs = queries * context - queries * (queries - 1) // 2
+    return _Call(
+        lambda: bench.backend.paged_attention(case.q, case.kv, case.batch, scale=case.scale),
+        batch * context * _kv_bytes(bench) + 2 * case.q.nbytes,
+        4 * batch * pairs * model.num_heads * model.head_dim,
+    )
 
-    def write() -> Tensor:
-        ops.write_kv(prompt.k, prompt.v, prompt.kv, prompt.batch.slots)
-        return prompt.k
 
-    yield _Work(f"write_kv, {rows} tokens", write, 4 * prompt.k.nbytes, 0)
+def _kv_bytes(bench: Bench) -> int:
+    """Of one token in one layer."""
+    return 2 * bench.sizes.model.num_kv_heads * bench.sizes.model.head_dim * bench.sizes.dtype.itemsize
 
 
 def _linear(bench: Bench) -> Iterator[_Work]:
-    ops, model, item = bench.backend, bench.sizes.model, bench.sizes.dtype.itemsize
+    model = bench.sizes.model
     width = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     shapes = {"qkv": (width, model.hidden_size), "gate and up": (2 * model.intermediate_size, model.hidden_size)}
     shapes["down"] = (model.hidden_size, model.intermediate_size)
     for name, (out, inputs) in shapes.items():
-        # Several copies in turn, so that no weight is found in a cache.
-        layers = [ops.linear(bench.normal(out, inputs, scale=0.02, seed=seed)) for seed in range(4)]
         for rows in (1, 64, bench.sizes.prefill):
-            x = bench.normal(rows, inputs)
+            yield _Work(
+                f"linear, {name}, {rows} rows",
+                lambda out=out, inputs=inputs, rows=rows: _multiply(bench, out, inputs, rows),  # type: ignore[misc]
+            )
 
-            def multiply(layers=layers, x=x) -> Tensor:  # type: ignore[no-untyped-def]
-                layers.append(layers.pop(0))
-                result: Tensor = layers[0](x)
-                return result
 
-            num_bytes = (out * inputs + rows * (out + inputs)) * item
-            yield _Work(f"linear, {name}, {rows} rows", multiply, num_bytes, 2 * rows * out * inputs)
+def _multiply(bench: Bench, out: int, inputs: int, rows: int) -> _Call:
+    # Several copies in turn, so that no weight is found in a cache.
+    layers = [bench.backend.linear(bench.normal(out, inputs, scale=0.02, seed=seed)) for seed in range(4)]
+    x = bench.normal(rows, inputs)
+
+    def call() -> Tensor:
+        layers.append(layers.pop(0))
+        return layers[0](x)
+
+    return _Call(call, (out * inputs + rows * (out + inputs)) * bench.sizes.dtype.itemsize, 2 * rows * out * inputs)
 
 
 def _quantized(bench: Bench) -> Iterator[_Work]:
-    model, item = bench.sizes.model, bench.sizes.dtype.itemsize
-    out, inputs = 2 * model.intermediate_size, model.hidden_size
-    for made in quantized_layers(bench, out, inputs):
+    for name, make in quantized_layers(bench).items():
         for rows in (1, 64, bench.sizes.prefill):
-            x = bench.normal(rows, inputs)
             yield _Work(
-                f"{made.name}, gate and up, {rows} rows",
-                lambda made=made, x=x: made.layer(x),  # type: ignore[misc]
-                made.weight_bytes + rows * (out + inputs) * item,
-                2 * rows * out * inputs,
+                f"{name}, gate and up, {rows} rows",
+                lambda make=make, rows=rows: _multiply_quantized(bench, make, rows),  # type: ignore[misc]
             )
 
 
-def _attention(bench: Bench) -> Iterator[_Work]:
-    ops, model, item = bench.backend, bench.sizes.model, bench.sizes.dtype.itemsize
-    per_token = 2 * model.num_kv_heads * model.head_dim * item
-    longest = max(bench.sizes.contexts)
-    for batch in bench.sizes.batches:
-        for context in bench.sizes.contexts:
-            if batch * context * per_token > _MOST_POOL_BYTES:
-                continue
-            case = paged_pass(bench, sequences=batch, context=context, queries=1)
-            goal = "0.85 or more" if (batch, context) == (64, longest) else ""
-            yield _Work(
-                f"attention, decode, {batch} x {context}",
-                lambda case=case: ops.paged_attention(case.q, case.kv, case.batch, scale=case.scale),  # type: ignore[misc]
-                batch * context * per_token + 2 * case.q.nbytes,
-                4 * batch * context * model.num_heads * model.head_dim,
-                goal,
-            )
-    count = bench.sizes.prefill
-    prompt = paged_pass(bench, sequences=1, context=count, queries=count)
-    yield _Work(
-        f"attention, prompt of {count}",
-        lambda: ops.paged_attention(prompt.q, prompt.kv, prompt.batch, scale=prompt.scale),
-        count * per_token + 2 * prompt.q.nbytes,
-        2 * count * (count + 1) * model.num_heads * model.head_dim,
-    )
+def _multiply_quantized(bench: Bench, make: MakeLayer, rows: int) -> _Call:
+    out, inputs = 2 * bench.sizes.model.intermediate_size, bench.sizes.model.hidden_size
+    made, x = make(bench, out, inputs), bench.normal(rows, inputs)
+    num_bytes = made.weight_bytes + rows * (out + inputs) * bench.sizes.dtype.itemsize
+    return _Call(lambda: made.layer(x), num_bytes, 2 * rows * out * inputs)
+
+
+def _elementwise(bench: Bench) -> Iterator[_Work]:
+    ops, model, rows = bench.backend, bench.sizes.model, bench.sizes.rows
+    hidden, inner = model.hidden_size, model.intermediate_size
+
+    def norm() -> _Call:
+        x, gains = bench.normal(rows, hidden), bench.normal(hidden, seed=1)
+        return _Call(lambda: ops.rms_norm(x, gains, 1e-5), 2 * x.nbytes)
+
+    def activate() -> _Call:
+        gate_up = bench.normal(rows, 2 * inner)
+        return _Call(lambda: ops.silu_mul(gate_up), 1.5 * gate_up.nbytes)
+
+    def rotate() -> _Call:
+        prompt, cos_sin = _prompt(bench), bench.numbers(rows, model.head_dim)
+
+        def call() -> Tensor:
+            ops.rotary(prompt.q, prompt.batch.positions, cos_sin)
+            return prompt.q
+
+        return _Call(call, 2 * prompt.q.nbytes + cos_sin.nbytes)
+
+    def write() -> _Call:
+        prompt = _prompt(bench)
+
+        def call() -> Tensor:
+            ops.write_kv(prompt.k, prompt.v, prompt.kv, prompt.batch.slots)
+            return prompt.k
+
+        return _Call(call, 4 * prompt.k.nbytes)
+
+    yield _Work(f"rms_norm, {rows} x {hidden}", norm)
+    yield _Work(f"silu_mul, {rows} x {inner}", activate)
+    yield _Work(f"rotary, {rows} tokens", rotate)
+    yield _Work(f"write_kv, {rows} tokens", write)
+
+
+def _prompt(bench: Bench) -> Pass:
+    return paged_pass(bench, sequences=1, context=bench.sizes.rows, queries=bench.sizes.rows)
 
 
 def _sampling(bench: Bench) -> Iterator[_Work]:
     ops, device, rows = bench.backend, bench.device.torch_device, max(bench.sizes.batches)
-    logits = torch.randn(rows, bench.sizes.model.vocab_size, device=device) * 3
-    temperatures, seeds = torch.ones(rows, device=device), torch.arange(rows, device=device)
-    top_k, min_p = torch.full((rows,), 50, device=device), torch.zeros(rows, device=device)
-    top_p = torch.full((rows,), 0.9, device=device)
-    yield _Work(
-        f"gumbel_argmax, {rows} rows", lambda: ops.gumbel_argmax(logits, temperatures, seeds, seeds), logits.nbytes, 0
-    )
-    yield _Work(
-        f"least_kept, {rows} rows",
-        lambda: ops.least_kept(logits, temperatures, top_k, top_p, min_p),
-        logits.nbytes,
-        0,
-    )
+
+    def sample() -> _Call:
+        logits = bench.numbers(rows, bench.sizes.model.vocab_size) * 3
+        temperatures, seeds = torch.ones(rows, device=device), torch.arange(rows, device=device)
+        return _Call(lambda: ops.gumbel_argmax(logits, temperatures, seeds, seeds), logits.nbytes)
+
+    def bound() -> _Call:
+        logits, temperatures = bench.numbers(rows, bench.sizes.model.vocab_size) * 3, torch.ones(rows, device=device)
+        top_k, min_p = torch.full((rows,), 50, device=device), torch.zeros(rows, device=device)
+        top_p = torch.full((rows,), 0.9, device=device)
+        return _Call(lambda: ops.least_kept(logits, temperatures, top_k, top_p, min_p), logits.nbytes)
+
+    yield _Work(f"gumbel_argmax, {rows} rows", sample)
+    yield _Work(f"least_kept, {rows} rows", bound)

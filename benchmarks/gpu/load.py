@@ -22,7 +22,7 @@ from octavo_router.worker_messages import plan_message, result_columns
 from octavo_worker.executor_thread import ExecutorThread
 from octavo_worker.step_pipeline import StepPipeline
 
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 60.0
 _EPOCH = 1
 
 
@@ -58,23 +58,25 @@ def serve_load(bench: Bench, served: Served, seed: int) -> Load:
     under_way: deque[tuple[StepPlan, Future[pb.StepResult]]] = deque()
     firsts: dict[int, float] = {}
     num_tokens = num_steps = 0
-    while True:
-        while (plan := router.plan(time.perf_counter() - started)) is not None:
-            message = plan_message(plan)
-            begin = pipeline.submit(lambda message=message: served.executor.begin(message), lambda: None)  # type: ignore[misc]
-            under_way.append((plan, begin))
-            num_steps += 1
-        if not under_way:
-            break
-        plan, answer = under_way.popleft()
-        response = pb.RunResponse(epoch=_EPOCH, step_seq=plan.step_seq, result=answer.result(_TIMEOUT_S))
-        for event in router.apply(result_columns(response)):
-            assert isinstance(event, TokenSampled), event
-            num_tokens += 1
-            firsts.setdefault(event.sequence.sequence_id, time.perf_counter() - started)
-            last = time.perf_counter() - started
-    thread.submit(served.executor.reset).result(_TIMEOUT_S)
-    thread.stop(_TIMEOUT_S)
+    try:
+        while True:
+            while (plan := router.plan(time.perf_counter() - started)) is not None:
+                message = plan_message(plan)
+                begin = pipeline.submit(lambda message=message: served.executor.begin(message), lambda: None)  # type: ignore[misc]
+                under_way.append((plan, begin))
+                num_steps += 1
+            if not under_way:
+                break
+            plan, answer = under_way.popleft()
+            response = pb.RunResponse(epoch=_EPOCH, step_seq=plan.step_seq, result=answer.result(_TIMEOUT_S))
+            for event in router.apply(result_columns(response)):
+                assert isinstance(event, TokenSampled), event
+                num_tokens += 1
+                firsts.setdefault(event.sequence.sequence_id, time.perf_counter() - started)
+                last = time.perf_counter() - started
+    finally:  # for the next load
+        thread.submit(served.executor.reset).result(_TIMEOUT_S)
+        thread.stop(_TIMEOUT_S)
     assert num_tokens == bench.sizes.requests * bench.sizes.output, num_tokens
     return Load(num_tokens, last, sum(firsts.values()) / len(firsts), num_steps)
 

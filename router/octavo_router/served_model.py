@@ -9,6 +9,9 @@ from octavo.worker.v1 import worker_pb2 as pb
 from octavo_router.limits import Limits
 from octavo_router.request import Sampling
 
+# Most tokens of a step where neither the settings nor the worker say.
+_BATCHED_TOKENS = 512
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -57,6 +60,8 @@ class ServedModel:
 def limits_of(description: pb.DescribeResponse, config: RouterConfig) -> Limits:
     """What steps and requests must keep to: of each setting and what the worker can, the smaller."""
     memory = description.kv_memory
+    offered_tokens = description.max_batched_token_count  # 0 where the worker sets no limit
+    wanted_tokens = config.max_num_batched_tokens or offered_tokens or _BATCHED_TOKENS
     return Limits(
         block_size=memory.block_size,
         num_device_blocks=memory.device_block_count,
@@ -65,9 +70,7 @@ def limits_of(description: pb.DescribeResponse, config: RouterConfig) -> Limits:
             description.model.max_model_len,
         ),
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=min(
-            config.max_num_batched_tokens, description.max_batched_token_count or config.max_num_batched_tokens
-        ),
+        max_num_batched_tokens=min(wanted_tokens, offered_tokens or wanted_tokens),
         max_plans_in_flight=max(1, min(config.max_plans_in_flight, description.max_plans_in_flight)),
         enable_chunked_prefill=config.enable_chunked_prefill,
         enable_prefix_caching=config.enable_prefix_caching,

@@ -37,6 +37,17 @@ def test_a_workers_limits_hold() -> None:
     assert (limits.max_plans_in_flight, limits.max_num_batched_tokens) == (4, 512)
 
 
+@pytest.mark.parametrize(
+    ("configured", "offered", "expected"), [(0, 2048, 2048), (0, 0, 512), (300, 2048, 300), (300, 100, 100)]
+)
+def test_a_step_has_as_many_tokens_as_the_worker_offers_unless_told_otherwise(
+    configured: int, offered: int, expected: int
+) -> None:
+    described = description()
+    described.max_batched_token_count = offered
+    assert limits_of(described, RouterConfig(max_num_batched_tokens=configured)).max_num_batched_tokens == expected
+
+
 def test_a_step_has_a_token_for_everyone_in_the_batch() -> None:
     limits = limits_of(description(), RouterConfig(max_num_seqs=64, max_num_batched_tokens=16))
     assert limits.max_num_running == 16

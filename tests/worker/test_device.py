@@ -6,7 +6,16 @@ import torch
 from octavo.config import WorkerConfig
 from octavo.errors import ConfigError
 from octavo_kernels.reference import ReferenceBackend
-from octavo_worker.device import free_memory, resolve_device, resolve_dtype, resolve_kv_dtype, resolve_quantization
+from octavo_worker.device import (
+    free_memory,
+    resolve_batched_tokens,
+    resolve_device,
+    resolve_dtype,
+    resolve_kv_dtype,
+    resolve_quantization,
+)
+from octavo_worker.devices import CpuDevice
+from tests.worker.late_device import LateDevice
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,6 +26,13 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert resolve_device("auto") == torch.device("cuda")
     assert free_memory(torch.device("cpu")) > 0
+
+
+@pytest.mark.parametrize(("configured", "on_cpu", "elsewhere"), [(0, 512, 2048), (64, 64, 64)])
+def test_batched_tokens(configured: int, on_cpu: int, elsewhere: int) -> None:
+    config = WorkerConfig(max_num_batched_tokens=configured)
+    assert resolve_batched_tokens(config, CpuDevice()) == on_cpu
+    assert resolve_batched_tokens(config, LateDevice()) == elsewhere
 
 
 def test_dtypes() -> None:

@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,7 +17,14 @@ from octavo_kernels import Backend, BackendUnavailableError, load_backend
 from octavo_kernels.cpu.topology import usable_cores
 from octavo_worker import __version__
 from octavo_worker.custom_attention import with_attention
-from octavo_worker.device import free_memory, resolve_device, resolve_dtype, resolve_kv_dtype, resolve_quantization
+from octavo_worker.device import (
+    free_memory,
+    resolve_batched_tokens,
+    resolve_device,
+    resolve_dtype,
+    resolve_kv_dtype,
+    resolve_quantization,
+)
 from octavo_worker.devices import open_device
 from octavo_worker.executor import Executor
 from octavo_worker.executor_thread import ExecutorThread
@@ -68,6 +75,8 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
     # Loading is many short ops: on a busy machine torch's threads would wait for each other longer than they compute.
     torch.set_num_threads(1)
     device = resolve_device(config.device)
+    opened = open_device(device)
+    config = replace(config, max_num_batched_tokens=resolve_batched_tokens(config, opened))
     backend = _load_backend(config, device)
     checkpoint = open_checkpoint(source)
     thread.advance()
@@ -112,7 +121,6 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
     if backend.name == "reference" and device.type == "cpu":
         torch.set_num_threads(config.num_threads or usable_cores())  # the native kernels bring their own threads
     keep_freed_memory()  # not before the weights are loaded, which takes and frees more than is worth keeping
-    opened = open_device(device)
     reserved = memory_of_steps(config, decoder, backend, opened, layout)
     thread.advance()
     size = size_pool(
@@ -159,7 +167,7 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
             pb.CAPABILITY_PROMPT_LOGPROBS,
             *([pb.CAPABILITY_SWAP] if size.num_host_blocks else []),
         ],
-        prefill_tokens_per_s=measure_prefill(decoder, pool, backend),
+        prefill_tokens_per_s=measure_prefill(decoder, pool, backend, opened, config.max_num_batched_tokens),
         swap_bytes_per_s=measure_swap(pool),
         backend=describe_kernels(backend, quantization),
         version=__version__,

@@ -7,7 +7,7 @@ import torch
 from octavo.config import WorkerConfig
 from octavo.errors import ConfigError
 from octavo_kernels import Backend
-from octavo_worker.devices import open_device
+from octavo_worker.devices import Device, open_device
 from octavo_worker.loaders.config import DTYPE_BYTES
 from octavo_worker.models.layers import QUANTIZATIONS, Quantization
 
@@ -30,6 +30,15 @@ def resolve_dtype(config: WorkerConfig, checkpoint_dtype: str) -> tuple[str, tor
     if name not in _DTYPES:
         raise ConfigError(f"the checkpoint's dtype is {name!r}; give --dtype, one of {', '.join(DTYPE_BYTES)}")
     return name, _DTYPES[name]
+
+
+def resolve_batched_tokens(config: WorkerConfig, device: Device) -> int:
+    """`--max-num-batched-tokens`; 0 takes as many as suit the device.
+
+    Where launches of a step take the host as long whatever its tokens, more of them are to share these. A step of a CPU
+    lasts as long as its tokens ask for, and those that decode beside a prompt wait for it.
+    """
+    return config.max_num_batched_tokens or (2048 if device.is_asynchronous else 512)
 
 
 def resolve_kv_dtype(config: WorkerConfig, dtype_name: str, backend: Backend) -> tuple[str, torch.dtype]:

@@ -15,26 +15,30 @@ from torch import Tensor
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels import Backend
 from octavo_worker.batch import build_batch
+from octavo_worker.devices import Device
 from octavo_worker.kv_pool import KVPool
 from octavo_worker.models.decoder import Decoder
 from octavo_worker.sequences import SequenceTable
 
-_WARM_UP_TOKENS, _MEASURED_TOKENS = 16, 128
+_WARM_UP_TOKENS, _MOST_TOKENS = 16, 128
 _MEASURED_S = 0.15  # how long a measured pass may take: it holds up the start
+# On a device beside the host a pass of few tokens takes the time of its launches, and tells nothing of the device.
+_MOST_BESIDE = 2048
 _SWAPPED_BYTES, _SWAP_ROUNDS = 8 << 20, 3
 
 
 @torch.inference_mode()
-def measure_prefill(decoder: Decoder, pool: KVPool, backend: Backend) -> float:
-    """Tokens of prompt a second.
+def measure_prefill(decoder: Decoder, pool: KVPool, backend: Backend, device: Device, most_tokens: int) -> float:
+    """Tokens of prompt a second. most_tokens: of a step.
 
     A small pass warms up. It is the measurement as well where a longer one would take too long or does not fit; it
-    tells less than the worker can do, since more tokens share the reading of the weights.
+    tells less than the worker can do, since more tokens share the reading of the weights. On an asynchronous device
+    the longer one is always made.
     """
-    seconds = _time_pass(decoder, pool, backend, _WARM_UP_TOKENS)
-    num_tokens = min(_MEASURED_TOKENS, _room(decoder, pool))
-    rate = min(_WARM_UP_TOKENS, num_tokens) / seconds
-    if num_tokens > _WARM_UP_TOKENS and num_tokens / rate <= _MEASURED_S:
+    room, is_beside = min(most_tokens, _room(decoder, pool)), device.is_asynchronous
+    num_warm_up, num_tokens = min(_WARM_UP_TOKENS, room), min(_MOST_BESIDE if is_beside else _MOST_TOKENS, room)
+    rate = num_warm_up / _time_pass(decoder, pool, backend, num_warm_up)
+    if num_tokens > num_warm_up and (is_beside or num_tokens / rate <= _MEASURED_S):
         rate = max(rate, num_tokens / _time_pass(decoder, pool, backend, num_tokens))
     pool.device[: -(-num_tokens // pool.layout.block_size)].zero_()
     return rate
@@ -69,9 +73,8 @@ def _room(decoder: Decoder, pool: KVPool) -> int:
 
 
 def _time_pass(decoder: Decoder, pool: KVPool, backend: Backend, num_tokens: int) -> float:
-    """Seconds that one prompt of this many tokens, or as many as fit, takes."""
+    """Seconds that one prompt of this many tokens takes."""
     block_size = pool.layout.block_size
-    num_tokens = min(num_tokens, _room(decoder, pool))
     table = SequenceTable(1)
     tokens = (np.arange(num_tokens) % decoder.config.vocab_size).astype(np.int32)
     blocks = np.arange(-(-num_tokens // block_size), dtype=np.int32)

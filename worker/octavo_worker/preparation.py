@@ -33,15 +33,21 @@ from octavo_worker.sequences import PARAMS_DTYPE, SequenceTable
 _log = logging.getLogger(__name__)
 NUM_SCRATCH_BLOCKS = 1
 """Blocks of the pool behind those that the router knows: for lanes of graphs without a sequence."""
+# Rows that are sampled at once: as a graph gives, and one more, from which on kernels are the same for any number.
+_MOST_SAMPLED = LARGEST_BUCKET + 1
 
 
 @dataclass(frozen=True)
 class TriedStep:
-    """A step that is done once. prompts: tokens of each prompt; num_decodes: sequences that compute one token."""
+    """A step that is done once.
+
+    prompts: tokens of each prompt; num_decodes: sequences that compute one token; context: tokens before each of these.
+    """
 
     name: str
     prompts: tuple[int, ...]
     num_decodes: int
+    context: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -60,9 +66,7 @@ def memory_of_steps(config: WorkerConfig, decoder: Decoder, backend: Backend, de
     if not device.is_asynchronous:
         return 0
     num_tokens = config.max_num_batched_tokens
-    longest = min(num_tokens, decoder.config.max_model_len)
-    prompts = (longest,) * (num_tokens // longest) + ((num_tokens % longest,) if num_tokens % longest else ())
-    largest = TriedStep("the largest step", prompts, 0)
+    largest = TriedStep("the largest step", _prompts(num_tokens, decoder.config.max_model_len), 0)
     needed = _measured(largest, decoder, backend, device, layout)
     if runs_ahead(backend, device):
         needed += NUM_SCRATCH_BLOCKS * layout.bytes_per_block
@@ -132,13 +136,12 @@ def warm_up(
     most_tokens: int,
     on_progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Does every kind of step once, in the pool's first blocks, which must hold nothing yet, and leaves zeros there."""
+    """Does every kind of step once in the pool's blocks, which must hold nothing yet, and leaves zeros there."""
     started = time.monotonic()
-    room = pool.size.num_device_blocks * pool.layout.block_size
-    steps = [step for step in _tried_steps(most_tokens) if step.num_tokens <= min(most_tokens, room)]
+    steps = _tried_steps(most_tokens, decoder.config.max_model_len)
     for number, step in enumerate(steps):
         began = time.monotonic()
-        _try_step(step, decoder, backend, device, pool.layout, pool.layers)
+        _try_step(step, decoder, backend, device, pool.layout, pool.layers, pool.size.num_device_blocks)
         device.synchronize()
         on_progress()
         _log.info(
@@ -158,25 +161,37 @@ def warm_up(
     _log.info("all kernels are ready after %.1f s", time.monotonic() - started)
 
 
-def _tried_steps(most_tokens: int) -> list[TriedStep]:
-    """Kinds of steps between which kernels or their variants differ."""
-    prompts = sorted({16, 64, 128, 512, 2048, most_tokens})
-    return [
+def _tried_steps(most_tokens: int, longest: int) -> list[TriedStep]:
+    """Kinds of steps of at most most_tokens tokens between which kernels or their variants differ.
+
+    longest: tokens of a text at most
+    """
+    steps = [
         TriedStep("one token", (), 1),
         TriedStep("8 sequences' tokens", (), 8),
-        *(TriedStep(f"a prompt of {count} tokens", (count,), 0) for count in prompts),
-        TriedStep("a prompt of 32 tokens beside 8 sequences' tokens", (32,), 8),
-        TriedStep("a prompt of 384 tokens beside 64 sequences' tokens", (384,), 64),
+        TriedStep("a token at the end of the longest text", (), 1, longest - 1),
+        *(
+            TriedStep(f"prompts of {count} tokens", _prompts(count, longest), 0)
+            for count in sorted({2, 16, 32, 64, 128, 512, 2048, most_tokens})
+        ),
+        TriedStep("prompts of 32 tokens beside 8 sequences' tokens", _prompts(32, longest), 8),
+        TriedStep("prompts of 384 tokens beside 64 sequences' tokens", _prompts(384, longest), 64),
     ]
+    return [step for step in steps if step.num_tokens <= most_tokens]
+
+
+def _prompts(num_tokens: int, longest: int) -> tuple[int, ...]:
+    """As few prompts as so many tokens make, none longer than the longest text."""
+    rest = num_tokens % longest
+    return (longest,) * (num_tokens // longest) + ((rest,) if rest else ())
 
 
 def _measured(step: TriedStep, decoder: Decoder, backend: Backend, device: Device, layout: KVLayout) -> int:
     """Bytes that a step holds at most beside a pool of its own."""
-    num_blocks = -(-step.num_tokens // layout.block_size) + step.num_decodes + len(step.prompts)
-    pool = torch.zeros(layout.pool_shape(num_blocks), dtype=layout.pool_dtype, device=device.torch_device)
+    pool = torch.zeros(layout.pool_shape(1), dtype=layout.pool_dtype, device=device.torch_device)
     layers = layout.layers(pool)
-    _try_step(step, decoder, backend, device, layout, layers)  # libraries take memory for good at first
-    return device.peak_memory(lambda: _try_step(step, decoder, backend, device, layout, layers))
+    _try_step(step, decoder, backend, device, layout, layers, 1)  # libraries take memory for good at first
+    return device.peak_memory(lambda: _try_step(step, decoder, backend, device, layout, layers, 1))
 
 
 @torch.inference_mode()
@@ -187,22 +202,28 @@ def _try_step(
     device: Device,
     layout: KVLayout,
     layers: tuple[LayerKV, ...],
+    num_blocks: int,
 ) -> None:
-    """Computes a step and samples behind as many of its tokens as a step may have sequences, in all ways."""
+    """Computes a step and samples behind as many of its tokens as a step may have sequences, in all ways.
+
+    What it computes is nobody's, so a step that needs more than the num_blocks blocks there are has some several times.
+    """
     block_size = layout.block_size
+    starts = np.array([*([0] * len(step.prompts)), *([step.context] * step.num_decodes)], np.int64)
     counts = np.array([*step.prompts, *([1] * step.num_decodes)], np.int64)
+    ends = starts + counts
     table = SequenceTable(len(counts))
-    num_blocks = -(-counts // block_size)
-    ends = np.cumsum(num_blocks)
-    vocab = decoder.config.vocab_size
-    for number, (count, end, blocks) in enumerate(zip(counts, ends, num_blocks, strict=True)):
-        tokens = (np.arange(count) % vocab).astype(np.int32)
-        table.put(number, tokens, np.arange(end - blocks, end, dtype=np.int32), int(count), pb.SequenceParams())
+    vocab, first_block = decoder.config.vocab_size, 0
+    for number, end in enumerate(ends.tolist()):
+        tokens = (np.arange(end) % vocab).astype(np.int32)
+        blocks = (first_block + np.arange(-(-end // block_size))) % num_blocks
+        table.put(number, tokens, blocks.astype(np.int32), end, pb.SequenceParams())
+        first_block += len(blocks)
     rows = table.find(list(range(len(counts))))
     batch = build_batch(
         table,
         rows,
-        np.zeros_like(counts),
+        starts,
         counts,
         block_size=block_size,
         device=device.torch_device,
@@ -214,7 +235,7 @@ def _try_step(
         layers,
         prompt_lens=batch.prompt_lens if decoder.needs_prompt_lens else None,
     )
-    sampled = np.arange(min(step.num_tokens, LARGEST_BUCKET))
+    sampled = np.arange(min(step.num_tokens, _MOST_SAMPLED))
     params = np.zeros(len(sampled), PARAMS_DTYPE)
     params["top_p"], params["temperature"] = 0.9, 1.0
     for top_p in (0.9, 1.0):

@@ -102,7 +102,9 @@ class WorkerConfig(Settings):
         low=0.0,
         high=1 << 20,
     )
-    max_num_batched_tokens: int = setting(512, "most tokens that one step computes", low=1, high=1 << 20)
+    max_num_batched_tokens: int = setting(
+        0, "most tokens that one step computes; 0 takes 512 on a CPU device and 2048 on a GPU", low=0, high=1 << 20
+    )
     max_plans_in_flight: int = setting(2, "plans taken before the first is answered; 1 is no lookahead", low=1, high=8)
     lease_ms: int = setting(10_000, "silence of the router after which its lease ends, in ms", low=100)
     worker_token: str = setting(
@@ -142,7 +144,9 @@ class RouterConfig(Settings):
     served_model_name: tuple[str, ...] = setting((), "name clients use for the model; the first one is reported")
     max_model_len: int = setting(0, "most tokens of a request, prompt and output; 0 takes the model's", low=0)
     max_num_seqs: int = setting(256, "most sequences in one step", low=1, high=1 << 16)
-    max_num_batched_tokens: int = setting(512, "most tokens that one step computes", low=1, high=1 << 20)
+    max_num_batched_tokens: int = setting(
+        0, "most tokens that one step computes; 0 takes what the worker offers", low=0, high=1 << 20
+    )
     enable_chunked_prefill: bool = setting(True, "split prompts over steps when a step's tokens do not suffice")
     enable_prefix_caching: bool = setting(True, "find computed blocks of equal prefixes again")
     max_plans_in_flight: int = setting(2, "plans sent before the first is answered; 1 is no lookahead", low=1, high=8)

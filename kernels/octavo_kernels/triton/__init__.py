@@ -12,7 +12,11 @@ def why_unavailable(device: torch.device) -> str | None:
     except ImportError:
         return "Triton is not installed: pip install triton"
     if device.type == "cuda":
-        return None if torch.cuda.is_available() else "torch finds no CUDA device"
+        if not torch.cuda.is_available():
+            return "torch finds no CUDA device"
+        from octavo_kernels.triton.launcher import why_not_launchable
+
+        return why_not_launchable()
     if device.type == "cpu" and triton.knobs.runtime.interpret:
         return None
     return f"it computes on CUDA devices and the device is {device}"

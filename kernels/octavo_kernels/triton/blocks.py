@@ -95,14 +95,20 @@ def _launch(
     _move_blocks_kernel[(min(count * chunks, programs),)](
         source_words,
         target_words,
-        source_ids.to(device, non_blocking=True),
-        target_ids.to(device, non_blocking=True),
+        _brought(source_ids, device),
+        _brought(target_ids, device),
         count * chunks,
         block_words,
         chunks,
         CHUNK=_CHUNK,
         num_warps=8,
     )
+
+
+def _brought(ids: Tensor, device: torch.device) -> Tensor:
+    """Ids on the device, without waiting for its stream, as a copy out of memory that is not pinned may. torch keeps
+    pinned memory that is dropped until the copies out of it are over."""
+    return ids if ids.device == device else ids.pin_memory().to(device, non_blocking=True)
 
 
 def variants() -> list[Variant]:

@@ -142,7 +142,8 @@ def gumbel_argmax(
         return out
     parts = triton.cdiv(vocab, _PART)
     padded = triton.next_power_of_2(parts)
-    tops, scores = torch.empty((2, rows, parts), dtype=torch.float32, device=logits.device)
+    tops = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
+    scores = torch.empty_like(tops)  # memory of its own begins where kernels compiled for any other batch expect it
     ids = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
     grid = (rows, parts)
     _part_top_kernel[grid](logits, tops, logits.stride(0), vocab, PARTS=parts, PART=_PART, num_warps=_NUM_WARPS)

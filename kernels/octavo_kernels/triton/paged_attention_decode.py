@@ -31,7 +31,7 @@ JOINED = 16
 
 
 # Numbers that change from launch to launch are not compiled into a kernel, so that few kernels serve all.
-@triton.jit(do_not_specialize=["sliding_window", "num_parts"])
+@triton.jit(do_not_specialize=["sliding_window", "num_parts", "table_stride"])
 def _paged_attention_decode_kernel(
     q_ptr,
     k_ptr,
@@ -234,7 +234,13 @@ def part_count(programs: int, num_sms: int, max_context: int, block_n: int) -> i
 
 def decode_workspace_size(sequences: int, heads: int, head_dim: int, parts: int) -> int:
     """Numbers of fp32 that `paged_attention_decode` needs for the results of its parts; 0 for one part."""
-    return sequences * heads * parts * (head_dim + 2) if parts > 1 else 0
+    return _padded_rows(sequences * heads * parts) * (head_dim + 2) if parts > 1 else 0
+
+
+def _padded_rows(rows: int) -> int:
+    """Rows of results of parts that have room. A multiple of 4, so that what lies behind them begins at a multiple of
+    16 bytes whatever the batch: by that the compiler tells kernels apart."""
+    return -(-rows // 4) * 4
 
 
 def paged_attention_decode(
@@ -275,7 +281,7 @@ def paged_attention_decode(
         size = decode_workspace_size(sequences, heads, head_dim, parts)
         if workspace is None:
             workspace = torch.empty(size, dtype=torch.float32, device=q.device)
-        rows = sequences * heads * parts
+        rows = _padded_rows(sequences * heads * parts)
         split_results = workspace[:size].split((rows * head_dim, rows, rows))
     window = sliding_window or 0
     _paged_attention_decode_kernel[(sequences, programs, parts)](

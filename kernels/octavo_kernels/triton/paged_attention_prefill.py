@@ -38,7 +38,7 @@ def _find_sequence(query_starts_ptr, num_sequences, tile, TOKENS: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["sliding_window", "num_sequences", "min_queries"])
+@triton.jit(do_not_specialize=["sliding_window", "num_sequences", "min_queries", "table_stride"])
 def _paged_attention_prefill_kernel(
     q_ptr,
     k_ptr,

@@ -58,7 +58,7 @@ def _turned(
     return (x * cos + y * tl.where(is_first[None, :], -sin, sin)).to(dtype)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_positions"])
+@triton.jit(do_not_specialize=["num_tokens", "max_positions", "num_slots"])
 def _rotary_write_kv_kernel(
     qkv_ptr,  # (tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
     q_ptr,  # (tokens, HEADS, HEAD_DIM) contiguous
@@ -73,6 +73,7 @@ def _rotary_write_kv_kernel(
     v_scales_ptr,
     num_tokens,
     max_positions,
+    num_slots,
     eps,
     token_stride,
     block_stride,
@@ -98,7 +99,8 @@ def _rotary_write_kv_kernel(
     inside = exists[:, None] & (dim < HEAD_DIM)[None, :]
     head_ptrs = qkv_ptr + token.to(tl.int64)[:, None] * token_stride + part * HEAD_DIM
     position = tl.load(positions_ptr + token, mask=exists, other=0)
-    slots = tl.load(slots_ptr + token, mask=exists, other=0)
+    slots = tl.load(slots_ptr + token, mask=exists, other=-1)
+    is_stored = (slots >= 0) & (slots < num_slots)
     if part < HEADS:
         q = _turned(
             head_ptrs, exists, position, q_weight_ptr, eps, cos_sin_ptr, max_positions, HEAD_DIM, BLOCK_D, HALF_DIM
@@ -113,7 +115,7 @@ def _rotary_write_kv_kernel(
             head_ptrs, exists, position, k_weight_ptr, eps, cos_sin_ptr, max_positions, HEAD_DIM, BLOCK_D, HALF_DIM
         )  # fmt: skip
         store_tile(
-            k, k_tiles_ptr + head * head_stride, k_scales_ptr, slots, exists, block_stride, scale_block_stride,
+            k, k_tiles_ptr + head * head_stride, k_scales_ptr, slots, is_stored, block_stride, scale_block_stride,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE, K_TRANSPOSED, QUANTIZED, FLOAT8,
         )  # fmt: skip
     else:
@@ -122,7 +124,7 @@ def _rotary_write_kv_kernel(
             v_scales_ptr += head * scale_head_stride
         v = tl.load(head_ptrs + dim[None, :], mask=inside, other=0.0)
         store_tile(
-            v, v_tiles_ptr + head * head_stride, v_scales_ptr, slots, exists, block_stride, scale_block_stride,
+            v, v_tiles_ptr + head * head_stride, v_scales_ptr, slots, is_stored, block_stride, scale_block_stride,
             HEAD_DIM, BLOCK_D, BLOCK_SIZE, V_TRANSPOSED, QUANTIZED, FLOAT8,
         )  # fmt: skip
 
@@ -137,7 +139,8 @@ def rotary_write_kv(
     norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """`Backend.rotary_write_kv`. qkv is not mutated; the queries are a new contiguous tensor."""
+    """`Backend.rotary_write_kv`. A token whose slot is outside of the pool is not stored. qkv is not mutated; the
+    queries are a new contiguous tensor."""
     check_activations("qkv", qkv)
     kv_heads, head_dim, block_size = kv.k.shape[1:]
     is_dense = qkv.dim() == 3 and (qkv.shape[1] == 1 or qkv.stride(1) == head_dim)
@@ -161,7 +164,7 @@ def rotary_write_kv(
     q_weight, k_weight = norms or (None, None)
     _rotary_write_kv_kernel[(triton.cdiv(tokens, BLOCK_T), heads + 2 * kv_heads)](
         qkv, q, positions, slots, cos_sin, q_weight, k_weight, k_tiles, v_tiles, kv.k_scales, kv.v_scales,
-        tokens, cos_sin.shape[0], eps, qkv.stride(0), *k_tiles.stride()[:2], *scale_strides,
+        tokens, cos_sin.shape[0], kv.k.shape[0] * block_size, eps, qkv.stride(0), *k_tiles.stride()[:2], *scale_strides,
         HEADS=heads, KV_HEADS=kv_heads, HALF_DIM=half, BLOCK_T=BLOCK_T, HEAD_DIM=head_dim,
         BLOCK_D=padded_head_dim(head_dim), BLOCK_SIZE=block_size,
         K_TRANSPOSED=kv.k.stride(2) != 1, V_TRANSPOSED=kv.v.stride(2) == 1,
@@ -188,7 +191,7 @@ def variants() -> list[Variant]:
         pointers |= dict.fromkeys(weights, "bf16") if has_norms else {}
         pointers |= dict.fromkeys(scales, "fp32") if is_quantized else {}
         strides = ("token_stride", "block_stride", "head_stride", "scale_block_stride", "scale_head_stride")
-        numbers = {**dict.fromkeys(("num_tokens", "max_positions", *strides), "i32"), "eps": "fp32"}
+        numbers = {**dict.fromkeys(("num_tokens", "max_positions", "num_slots", *strides), "i32"), "eps": "fp32"}
         constants = {
             **({} if has_norms else dict.fromkeys(weights)), **({} if is_quantized else dict.fromkeys(scales)),
             "HEADS": 32, "KV_HEADS": 8, "HALF_DIM": 64, "BLOCK_T": BLOCK_T, "HEAD_DIM": 128, "BLOCK_D": 128,
@@ -200,7 +203,7 @@ def variants() -> list[Variant]:
             _rotary_write_kv_kernel,
             {arg: f"*{kind}" for arg, kind in pointers.items()} | numbers,
             constants,
-            unaligned=frozenset({"num_tokens", "max_positions"}),
+            unaligned=frozenset({"num_tokens", "max_positions", "num_slots"}),
         )
 
     return [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo_kernels import InvalidArgumentError
-from octavo_kernels.triton.blocks import copy_blocks, move_blocks
+from octavo_kernels.triton.blocks import _brought, copy_blocks, move_blocks
 from octavo_kernels.triton.paged_kv import kv_layout
 
 
@@ -29,6 +29,20 @@ def test_copies_blocks_within_a_pool():
     expected[[5, 0]] = pool[[2, 3]]
     copy_blocks(pool, torch.tensor([2, 3]), torch.tensor([5, 0]))
     assert torch.equal(pool, expected)
+
+
+def test_ids_reach_another_device_out_of_pinned_memory(monkeypatch):
+    ids, pinned, asked = torch.tensor([3, 1]), torch.tensor([3, 1]), []
+
+    def to(tensor, device, **options):
+        asked.append((tensor is pinned, device, options))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    assert _brought(ids, torch.device("cpu")) is ids
+    assert _brought(ids, torch.device("cuda", 0)) is pinned
+    assert asked == [(True, torch.device("cuda", 0), {"non_blocking": True})]
 
 
 def test_moves_nothing():

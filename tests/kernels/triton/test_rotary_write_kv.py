@@ -62,6 +62,17 @@ def test_is_the_ops_one_by_one(reference, dtype, stored, normed, head_dim, rotar
         torch.testing.assert_close(pool, plain, atol=atol, rtol=rtol)
 
 
+def test_slots_outside_of_the_pool_are_not_written():
+    pool, layout, qkv, slots, positions, cos_sin = inputs(5, 4, 2, 16, 16, torch.float32, None)
+    room = torch.zeros((9, *pool.shape[1:]), dtype=pool.dtype)
+    expected = torch.zeros_like(room)
+    kept = torch.tensor([True, False, True, False, True])
+    rotary_write_kv(qkv[kept], positions[kept], cos_sin, layout.layer(expected[2:7], 1), slots[kept])
+    slots[1], slots[3] = -1, 40
+    rotary_write_kv(qkv, positions, cos_sin, layout.layer(room[2:7], 1), slots)
+    assert torch.equal(room, expected)
+
+
 def test_no_tokens():
     pool, layout, qkv, slots, positions, cos_sin = inputs(0, 4, 2, 16, 16, torch.float32, None)
     q = rotary_write_kv(qkv, positions, cos_sin, layout.layer(pool, 1), slots)

@@ -15,8 +15,8 @@ import torch
 from octavo.errors import ConfigError
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels import Backend
+from octavo_worker.devices import CpuDevice, open_device
 from octavo_worker.devices import cuda as cuda_module
-from octavo_worker.devices import open_device
 from octavo_worker.devices.cuda import CudaDevice
 from octavo_worker.executor import Executor
 from octavo_worker.models.decoder import Decoder
@@ -34,7 +34,8 @@ class Cuda:
         self.current = "main"
         self.free, self.reserved, self.peak = 1000, 300, 0
         self.register_error: str | None = None
-        self._numbers = itertools.count()
+        self.is_lost = False
+        self._numbers, self._memories = itertools.count(), itertools.count()
 
     def Event(self, blocking: bool = False) -> Event:
         return Event(self, next(self._numbers), blocking)
@@ -48,18 +49,25 @@ class Cuda:
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before, self.current = self.current, stream.name
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     def graph_pool_handle(self) -> str:
         self.log.append("new memory for graphs")
-        return "memory"
+        return f"memory {next(self._memories)}"
 
     def CUDAGraph(self) -> SimpleNamespace:
-        return SimpleNamespace(replay=lambda: self.log.append("replay"))
+        def replay() -> None:
+            assert torch.is_inference_mode_enabled()
+            self.log.append("replay")
+
+        return SimpleNamespace(replay=replay)
 
     @contextlib.contextmanager
     def graph(self, graph: object, *, pool: str, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        assert torch.is_inference_mode_enabled()
         self.log.append(f"capture on {stream.name} in {pool}, {capture_error_mode}")
         with self.stream(stream):
             yield
@@ -67,6 +75,8 @@ class Cuda:
 
     def synchronize(self, device: torch.device) -> None:
         self.log.append("synchronize")
+        if self.is_lost:
+            raise RuntimeError("CUDA error: unspecified launch failure")
 
     def empty_cache(self) -> None:
         self.log.append("empty cache")
@@ -84,7 +94,10 @@ class Cuda:
         return self.peak
 
     def cudart(self) -> SimpleNamespace:
-        return SimpleNamespace(cudaHostRegister=lambda address, size, flags: (address, size, flags))
+        return SimpleNamespace(
+            cudaHostRegister=lambda address, size, flags: (address, size, flags),
+            cudaHostUnregister=lambda address: self.log.append(f"unlock {address}"),
+        )
 
     def check_error(self, asked: tuple[int, int, int]) -> None:
         if self.register_error is not None:
@@ -120,7 +133,7 @@ class Stream:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     cuda = Cuda()
     for name in dir(cuda):
-        if not name.startswith("_") and name not in ("log", "current", "free", "reserved", "peak", "register_error"):
+        if not name.startswith("_") and callable(getattr(cuda, name)):
             monkeypatch.setattr(torch.cuda, name, getattr(cuda, name), raising=False)
 
     def pinned(shape: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -164,6 +177,7 @@ def test_a_capture_runs_warm_first_and_behind_what_is_in_the_queue(device: CudaD
     output = torch.zeros(1)
 
     def work() -> torch.Tensor:
+        assert torch.is_inference_mode_enabled()
         cuda.log.append(f"work on {cuda.current}")
         return output
 
@@ -174,7 +188,7 @@ def test_a_capture_runs_warm_first_and_behind_what_is_in_the_queue(device: CudaD
         "work on side",
         "work on side",
         "main waits for side",
-        "capture on side in memory, thread_local",
+        "capture on side in memory 0, thread_local",
         "work on side",
         "captured",
     ]
@@ -184,6 +198,33 @@ def test_a_capture_runs_warm_first_and_behind_what_is_in_the_queue(device: CudaD
     device.capture(work)
     assert cuda.log[0] == "replay"
     assert "new memory for graphs" not in cuda.log
+
+
+def test_graphs_share_memory_as_long_as_one_of_them_lives(device: CudaDevice, cuda: Cuda) -> None:
+    def fails_in_capture() -> torch.Tensor:
+        if next(calls) == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.zeros(1)
+
+    calls = itertools.count()
+
+    def memories() -> list[str]:
+        taken = [entry.split(" in ")[1] for entry in cuda.log if entry.startswith("capture on")]
+        cuda.log.clear()
+        return [entry.split(",")[0] for entry in taken]
+
+    first, second = (device.capture(lambda: torch.zeros(1)) for _ in range(2))
+    del first
+    third = device.capture(lambda: torch.zeros(1))
+    assert memories() == ["memory 0"] * 3
+    del second, third
+    fourth = device.capture(lambda: torch.zeros(1))
+    assert memories() == ["memory 1"]
+    with pytest.raises(RuntimeError, match="not permitted"):
+        device.capture(fails_in_capture)
+    fifth = device.capture(lambda: torch.zeros(1))
+    assert memories() == ["memory 1", "memory 2"]
+    assert fourth is not fifth
 
 
 def test_peak_memory_is_that_of_the_work_alone(device: CudaDevice, cuda: Cuda) -> None:
@@ -207,6 +248,18 @@ def test_host_memory_is_locked_or_told_of(device: CudaDevice, cuda: Cuda) -> Non
     cuda.register_error = "CUDA error: out of memory"
     with pytest.raises(ConfigError, match=r"cannot be locked in memory \(CUDA error: out of memory\)"):
         device.lock(host)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_host_memory_is_unlocked_when_its_last_holder_is_gone(is_lost: bool, device: CudaDevice, cuda: Cuda) -> None:
+    cuda.is_lost = is_lost
+    host = CpuDevice().reserve((4, 1024), torch.uint8)
+    address, view = host.data_ptr(), host[1:]
+    device.lock(host)
+    del host
+    assert cuda.log == ["lock 4096 bytes"]
+    del view
+    assert cuda.log[1:] == ["synchronize", f"unlock {address}"]
 
 
 def test_an_executor_stages_and_fetches_through_it(

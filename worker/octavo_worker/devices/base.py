@@ -81,7 +81,8 @@ class Device(Protocol):
         ...
 
     def lock(self, host: Tensor) -> None:
-        """Locks memory of the host, so that the device can copy from and to it by itself; nothing where it need not.
+        """Locks memory of the host for as long as it lives, so that the device can copy from and to it by itself;
+        nothing where it need not.
 
         Raises ConfigError where it cannot be locked.
         """

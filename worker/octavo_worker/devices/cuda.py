@@ -6,7 +6,9 @@ All computing is on the current stream of the executor's thread; moves between t
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,6 +50,7 @@ class _Replay:
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
         self._graph, self.output = graph, output
 
+    @torch.inference_mode()
     def replay(self) -> None:
         self._graph.replay()
 
@@ -62,6 +65,7 @@ class CudaDevice:
         self._staging = StagingRing(lambda num_bytes: _pinned((num_bytes,), torch.uint8), torch.cuda.Event)
         self._graph_memory: Any = None
         self._graph_stream: Any = None
+        self._graphs: weakref.WeakSet[_Replay] = weakref.WeakSet()
 
     def upload(self, columns: Sequence[NDArray[Any]]) -> list[Tensor]:
         return self._staging.upload(columns, self.torch_device)
@@ -83,7 +87,7 @@ class CudaDevice:
 
     def lock(self, host: Tensor) -> None:
         """By CUDA itself: torch's own allocator of pinned memory rounds up to a power of two, up to twice what was
-        counted."""
+        counted. Until the memory goes, whoever holds it last."""
         try:
             torch.cuda.check_error(
                 torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, _PORTABLE_AND_MAPPED)
@@ -93,6 +97,7 @@ class CudaDevice:
                 f"the host tier of {host.nbytes / GIB:.2f} GiB cannot be locked in memory ({error}); "
                 "give a smaller --swap-space"
             ) from None
+        weakref.finalize(host.untyped_storage(), _unlock, host.data_ptr(), self.torch_device)
 
     def free_memory(self) -> int:
         gc.collect()
@@ -112,12 +117,17 @@ class CudaDevice:
         torch.cuda.empty_cache()
         return max(0, peak - before)
 
+    @torch.inference_mode()
     def capture(self, work: Callable[[], Tensor]) -> _Replay:
-        """Kernels are compiled and libraries set up by the first calls, which a capture does not allow."""
-        if self._graph_memory is None:
+        """Kernels are compiled and libraries set up by the first calls, which a capture does not allow.
+
+        All of it is in inference mode, whatever the caller is in: state of torch's generator that one capture has made
+        in it is written by all others, and by each replay.
+        """
+        if self._graph_memory is None or not self._graphs:  # torch takes no memory whose graphs are all gone
             self._graph_memory = torch.cuda.graph_pool_handle()
-            self._graph_stream = torch.cuda.Stream(self.torch_device)
-        side = self._graph_stream
+        self._graph_stream = self._graph_stream or torch.cuda.Stream(self.torch_device)
+        side, memory = self._graph_stream, self._graph_memory
         side.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
@@ -125,9 +135,20 @@ class CudaDevice:
         torch.cuda.current_stream(self.torch_device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Other threads may allocate while this one captures: only this thread's calls belong to the graph.
-        with torch.cuda.graph(graph, pool=self._graph_memory, stream=side, capture_error_mode="thread_local"):
+        self._graph_memory = None  # nor memory of a capture that failed
+        with torch.cuda.graph(graph, pool=memory, stream=side, capture_error_mode="thread_local"):
             output = work()
-        return _Replay(graph, output)
+        self._graph_memory = memory
+        replay = _Replay(graph, output)
+        self._graphs.add(replay)
+        return replay
+
+
+def _unlock(address: int, device: torch.device) -> None:
+    """Undoes `lock`, behind the copies that are under way."""
+    with contextlib.suppress(RuntimeError):  # a device that has failed copies no more
+        torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(address)  # what it returns is of use to nobody any more
 
 
 def _pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
