@@ -196,12 +196,15 @@ class DecoderLayers(Protocol):
         batch: AttentionBatch,
         kv_layers: Sequence[LayerKV],
         on_progress: Callable[[], None],
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Computes the layers one behind the other and writes their K and V into kv_layers, one a layer, all views of
         one pool.
 
         x: (T, hidden), contiguous, the residual stream, which may be overwritten; rotary_positions, cos_sin: see
-        `Backend.rotary`; on_progress is called now and then. Returns (T, hidden), the stream behind the last layer.
+        `Backend.rotary`; on_progress is called now and then; rows: (R,) int64, ascending, the tokens whose results are
+        wanted: a last layer need not compute more of the others than their K and V. None: all T. Returns (R, hidden),
+        the stream behind the last layer.
         """
         ...
 

@@ -26,6 +26,7 @@ class ComposedLayers:
         batch: AttentionBatch,
         kv_layers: Sequence[LayerKV],
         on_progress: Callable[[], None],
+        rows: Tensor | None = None,
     ) -> Tensor:
         ops, eps = self._ops, self._shape.norm_eps
         for layer, kv in zip(self._layers, kv_layers, strict=True):
@@ -34,7 +35,7 @@ class ComposedLayers:
             h = ops.rms_norm(x, layer.mlp_norm, eps)
             x = layer.down(ops.silu_mul(layer.gate_up(h)), x)
             on_progress()
-        return x
+        return x if rows is None else x.index_select(0, rows)
 
     def _attend(
         self,

@@ -101,6 +101,29 @@ def test_equals_the_single_ops(native, isa, dtype, options, counts):
     assert not torch.equal(pool, case[-1])
 
 
+@pytest.mark.parametrize("rows", [(), (0,), (6,), (2, 3, 6), (8, 79, 80, 81, 82), range(83)], ids=str)
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_are_wanted_have_the_bits_they_have_among_all(native, reference, dtype, has_norms, rows):
+    for backend, is_exact in ((native(), True), (reference, False)):
+        layers = backend.decoder_layers(make_layers(backend, dtype, has_norms=has_norms), SHAPE)
+        counts = (1, 2, 3, 1) if max(rows, default=0) < 7 else (1, 2, 5, 72, 3)  # few and many tokens
+        case = make_pass(dtype, counts)
+        every, pool = run(layers, case)
+        wanted = torch.tensor([*rows], dtype=torch.int64)
+        out, own_pool = run(lambda *values: layers(*values, wanted), case)  # noqa: B023
+        assert out.shape == (len(rows), HIDDEN)
+        assert torch.equal(out, every[wanted]) if is_exact else torch.allclose(out, every[wanted])
+        assert torch.equal(own_pool, pool)
+
+
+@pytest.mark.parametrize("rows", [(1, 1), (2, 1), (-1,), (7,)])
+def test_rows_that_are_none_are_refused(native, rows):
+    layers = native().decoder_layers(make_layers(native(), torch.float32), SHAPE)
+    with pytest.raises(InvalidArgumentError, match=r"rows\[\d\] is -?\d; rows must ascend"):
+        run(lambda *values: layers(*values, torch.tensor(rows)), make_pass(torch.float32, (1, 2, 3, 1)))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("isa", ISAS)
 def test_quantized_k_and_v(native, isa, dtype):

@@ -28,7 +28,7 @@ from octavo_worker.kv_pool import KVPool
 from octavo_worker.models.decoder import Decoder
 from octavo_worker.params import params_problem, tokens_problem
 from octavo_worker.processors import LogitProcessors, SequenceProcessors
-from octavo_worker.prompt_logprobs import score_prompts, scored_rows
+from octavo_worker.prompt_logprobs import ScoredRows, score_prompts, scored_rows
 from octavo_worker.run_ahead import Launch, RunAhead
 from octavo_worker.sequences import IntArray, SequenceTable, TokenArray
 from octavo_worker.step import Step
@@ -345,29 +345,30 @@ class Executor:
             device=self.backend.device,
         )
         chosen = np.flatnonzero(scheduled.samples)
+        last_rows = np.cumsum(scheduled.counts)[chosen] - 1
+        scored = scored_rows(self.table, scheduled.rows, scheduled.starts, scheduled.counts)
+        wanted = last_rows if scored is None else np.union1d(last_rows, scored.batch_rows)
         masks = self._processors.start(self.table, scheduled.rows[chosen])
         hidden = self.decoder.hidden(
             batch.token_ids,
             batch.attention,
             self.pool.layers,
             prompt_lens=batch.prompt_lens if self.decoder.needs_prompt_lens else None,
+            rows=None if len(wanted) == len(batch.token_ids) else torch.from_numpy(wanted).to(self.backend.device),
             on_progress=self._on_progress,
         )
-        chosen = self._score_prompts(scheduled, hidden, chosen, result)
+        if scored is not None:
+            chosen = self._score_prompts(scheduled, scored.among(wanted), hidden, chosen, result)
         if len(chosen):
-            last_rows = np.cumsum(scheduled.counts)[chosen] - 1
-            logits = self.decoder.logits(hidden, torch.from_numpy(last_rows).to(self.backend.device))
+            rows = np.searchsorted(wanted, np.cumsum(scheduled.counts)[chosen] - 1)
+            logits = self.decoder.logits(hidden, torch.from_numpy(rows).to(self.backend.device))
             self._sample(scheduled, chosen, logits, masks, result)
         return None
 
     def _score_prompts(
-        self, scheduled: _Scheduled, hidden: Tensor, chosen: IntArray, result: pb.StepResult
+        self, scheduled: _Scheduled, scored: ScoredRows, hidden: Tensor, chosen: IntArray, result: pb.StepResult
     ) -> IntArray:
-        """Answers with log-probabilities of prompts where they are asked for. Returns those of `chosen` that did not
-        fail by it."""
-        scored = scored_rows(self.table, scheduled.rows, scheduled.starts, scheduled.counts)
-        if scored is None:
-            return chosen
+        """Answers with log-probabilities of prompts. Returns those of `chosen` that did not fail by it."""
         found, broken = score_prompts(
             scored, lambda rows: self.decoder.logits(hidden, rows), self.backend.device, self._on_progress
         )

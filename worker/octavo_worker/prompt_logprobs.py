@@ -8,7 +8,7 @@ would take gigabytes. Tokens of the output are scored where they are sampled (`e
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -36,6 +36,10 @@ class ScoredRows:
     positions: IntArray
     token_ids: NDArray[np.int32]
     num_tops: IntArray
+
+    def among(self, wanted: IntArray) -> ScoredRows:
+        """The same where of the pass just these rows are there, (n,), ascending, those that are scored among them."""
+        return replace(self, batch_rows=np.searchsorted(wanted, self.batch_rows))
 
 
 def scored_rows(table: SequenceTable, rows: IntArray, starts: IntArray, counts: IntArray) -> ScoredRows | None:

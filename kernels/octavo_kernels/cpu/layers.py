@@ -56,6 +56,7 @@ class CpuDecoderLayers:
         batch: AttentionBatch,
         kv_layers: Sequence[LayerKV],
         on_progress: Callable[[], None],
+        rows: Tensor | None = None,
     ) -> Tensor:
         if x.dtype is not self._dtype or x.shape[1:] != (self._hidden,) or not x.is_contiguous():
             refuse("x", x, f"a contiguous (tokens, {self._hidden}) of {self._dtype} is needed")
@@ -65,6 +66,8 @@ class CpuDecoderLayers:
         check_column(rotary_positions, "rotary_positions", tokens, torch.int32)
         check_column(batch.slots, "slots", tokens, torch.int32)
         check_batch(batch, tokens)
+        if rows is not None:
+            check_column(rows, "rows", len(rows), torch.int64)
         max_positions, rotary_dim = check_rotary_table(cos_sin, self._shape.head_dim)
         tables = batch.block_tables
         columns = DecoderPass(
@@ -81,12 +84,16 @@ class CpuDecoderLayers:
             tables.data_ptr(),
             tables.stride(0),
             tables.shape[1],
+            None,
+            -1,
         )
         if kv_layers is not self._kv_layers:
             self._describe_kv(kv_layers)
         count = len(self._layers)
         at_once = 1 if tokens >= _MANY_TOKENS else count
         for begin in range(0, count, at_once):
+            if rows is not None and begin + at_once == count:
+                columns.wanted, columns.wanted_count = rows.data_ptr(), len(rows)
             self._backend.check(
                 self._backend.library.octavo_decoder_layers(
                     self._backend.context,
@@ -99,7 +106,7 @@ class CpuDecoderLayers:
                 )
             )
             on_progress()
-        return x
+        return x if rows is None else x[: len(rows)]
 
     def _check_layer(self, layer: DecoderLayer, inner: int) -> None:
         """Refuses what the library would read beyond: it trusts widths and dtypes."""

@@ -82,6 +82,8 @@ class DecoderPass(Structure):
         ("block_tables", c_void_p),
         ("table_stride", c_int64),
         ("table_columns", c_int64),
+        ("wanted", c_void_p),
+        ("wanted_count", c_int64),
     )
 
 

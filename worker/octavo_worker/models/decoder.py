@@ -91,16 +91,20 @@ class Decoder:
         kv_layers: Sequence[LayerKV],
         *,
         prompt_lens: Tensor | None = None,
+        rows: Tensor | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """`forward` up to the last layer: what `logits` takes, (T, hidden) in the model's dtype."""
+        """`forward` up to the last layer: what `logits` takes, (R, hidden) in the model's dtype.
+
+        rows: (R,) int64, ascending, the tokens that are wanted; None: all.
+        """
         positions, cos_sin = self._rotary.select(batch.positions, prompt_lens)
         x = F.embedding(token_ids, self._embedding)  # (T, hidden)
-        return self._layers(x, positions, cos_sin, batch, kv_layers, on_progress)
+        return self._layers(x, positions, cos_sin, batch, kv_layers, on_progress, rows)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Logits of some tokens of a pass. hidden: (T, hidden), as `hidden` gives it; rows: (R,) int64. Returns
-        (R, num_sampled) fp32; a row's bits do not depend on the others."""
+        """Logits of some rows of what `hidden` gives, hidden: (T, hidden); rows: (R,) int64. Returns (R, num_sampled)
+        fp32; a row's bits do not depend on the others."""
         x = self._backend.rms_norm(hidden.index_select(0, rows), self._norm, self.config.rms_norm_eps)
         return self._head(x)

@@ -2,6 +2,8 @@
 // them. Values are those of the single ops to the bit.
 
 #include <algorithm>
+#include <cstring>
+#include <vector>
 
 #include "context.h"
 
@@ -45,13 +47,21 @@ struct DecoderPass {
   const int32_t* block_tables;
   int64_t table_stride;
   int64_t table_columns;
+  const int64_t* wanted;  // the rows whose results are wanted, ascending
+  int64_t wanted_count;   // -1: all
 };
 
 // One layer at work.
 class LayerRun {
  public:
   LayerRun(Context& context, const DecoderShape& shape, const DecoderPass& pass, const PagedKV& kv, char* x)
-      : context_(context), shape_(shape), pass_(pass), kv_(kv), x_(x), item_size_(item_size(shape.dtype)) {
+      : context_(context),
+        shape_(shape),
+        pass_(pass),
+        kv_(kv),
+        x_(x),
+        item_size_(item_size(shape.dtype)),
+        query_starts_(pass.query_starts, pass.query_starts + pass.sequences + 1) {
     q_width_ = shape.num_heads * kv.head_dim;
     kv_width_ = kv.num_kv_heads * kv.head_dim;
     const int64_t qkv_width = q_width_ + 2 * kv_width_;
@@ -67,11 +77,15 @@ class LayerRun {
     }
   }
 
-  // x becomes what the layer makes of it.
-  void operator()(const DecoderLayer& layer, const PagedKV& kv) {
+  // x becomes what the layer makes of it. Behind the last layer nobody asks for rows that are not wanted: behind their
+  // K and V they are left out, and the others move up.
+  void operator()(const DecoderLayer& layer, const PagedKV& kv, bool is_last) {
     norm(layer.input_norm, x_, h_);
     linear(*layer.qkv, h_, nullptr, qkv_);
-    attend(layer, kv);
+    const Queries q = place(layer, kv);
+    if (is_last && pass_.wanted_count >= 0) keep_wanted(q);
+    if (pass_.tokens == 0) return;
+    attend(layer, kv, q);
     linear(*layer.output, attended_, x_, x_);
     norm(layer.mlp_norm, x_, h_);
     linear(*layer.gate_up, h_, nullptr, gate_up_);
@@ -81,6 +95,11 @@ class LayerRun {
   }
 
  private:
+  struct Queries {
+    char* rows;
+    int64_t stride;  // in elements
+  };
+
   size_t room(int64_t width) const { return static_cast<size_t>((pass_.tokens * width * item_size_ + 63) / 64 * 64); }
 
   void norm(const void* weight, const char* from, char* to) {
@@ -104,7 +123,8 @@ class LayerRun {
     context_.linear(args);
   }
 
-  void attend(const DecoderLayer& layer, const PagedKV& kv) {
+  // Norms and rotates queries and keys, and stores K and V.
+  Queries place(const DecoderLayer& layer, const PagedKV& kv) {
     const int64_t qkv_width = q_width_ + 2 * kv_width_;
     char *q = qkv_, *k = qkv_ + q_width_ * item_size_;
     int64_t q_stride = qkv_width, k_stride = qkv_width;
@@ -123,9 +143,35 @@ class LayerRun {
     const char* v = qkv_ + (q_width_ + kv_width_) * item_size_;
     const WriteKVArgs write{kv, k, v, pass_.tokens, k_stride, qkv_width, pass_.slots, shape_.dtype};
     context_.kernels->write_kv(context_.pool, write);
+    return {q, q_stride};
+  }
+
+  // Rows of x, queries and the columns that attention reads move to the front, in their order.
+  void keep_wanted(const Queries& q) {
+    const int64_t x_bytes = shape_.hidden_size * item_size_, q_bytes = q_width_ * item_size_;
+    const int64_t q_stride = q.stride * item_size_;
+    positions_.resize(static_cast<size_t>(pass_.wanted_count));
+    int64_t sequence = 0;
+    for (int64_t i = 0; i < pass_.wanted_count; ++i) {
+      const int64_t row = pass_.wanted[i];
+      for (; row >= pass_.query_starts[sequence + 1]; ++sequence)
+        query_starts_[static_cast<size_t>(sequence + 1)] = static_cast<int32_t>(i);
+      positions_[static_cast<size_t>(i)] = pass_.positions[row];
+      if (row == i) continue;
+      std::memcpy(x_ + i * x_bytes, x_ + row * x_bytes, static_cast<size_t>(x_bytes));
+      std::memcpy(q.rows + i * q_stride, q.rows + row * q_stride, static_cast<size_t>(q_bytes));
+    }
+    for (; sequence < pass_.sequences; ++sequence)
+      query_starts_[static_cast<size_t>(sequence + 1)] = static_cast<int32_t>(pass_.wanted_count);
+    pass_.tokens = pass_.wanted_count;
+    pass_.positions = positions_.data();
+    pass_.query_starts = query_starts_.data();
+  }
+
+  void attend(const DecoderLayer& layer, const PagedKV& kv, const Queries& q) {
     const AttentionArgs attention{kv,
-                                  q,
-                                  q_stride,
+                                  q.rows,
+                                  q.stride,
                                   pass_.tokens,
                                   shape_.num_heads,
                                   pass_.sequences,
@@ -158,13 +204,21 @@ class LayerRun {
 
   Context& context_;
   const DecoderShape& shape_;
-  const DecoderPass& pass_;
+  DecoderPass pass_;
   const PagedKV& kv_;
   char* const x_;
   const int64_t item_size_;
   int64_t q_width_, kv_width_;
+  std::vector<int32_t> positions_, query_starts_;  // of what is wanted
   char *h_, *qkv_, *normed_, *attended_, *gate_up_, *inner_;
 };
+
+void check_wanted(const DecoderPass& pass) {
+  for (int64_t i = 0; i < pass.wanted_count; ++i)
+    if (pass.wanted[i] < (i == 0 ? 0 : pass.wanted[i - 1] + 1) || pass.wanted[i] >= pass.tokens)
+      refuse("rows[%lld] is %lld; rows must ascend and be below the number of tokens, %lld", static_cast<long long>(i),
+             static_cast<long long>(pass.wanted[i]), static_cast<long long>(pass.tokens));
+}
 
 }  // namespace
 }  // namespace octavo
@@ -172,7 +226,8 @@ class LayerRun {
 using namespace octavo;
 
 // Computes `count` layers over contiguous rows x, in place, and writes their K and V. The paged K and V of all of them
-// have one shape; the layers' widths are the caller's to check.
+// have one shape; the layers' widths are the caller's to check. Where rows are wanted, x has just these at its front
+// behind the last layer.
 OCTAVO_API int32_t octavo_decoder_layers(void* context, const DecoderShape* shape, const DecoderLayer* layers,
                                          const PagedKV* kv, int64_t count, const DecoderPass* pass, void* x) {
   return guarded([&] {
@@ -181,8 +236,9 @@ OCTAVO_API int32_t octavo_decoder_layers(void* context, const DecoderShape* shap
     check_slots(*kv, pass->slots, pass->tokens);
     check_batch(*kv, pass->tokens, pass->sequences, pass->positions, pass->query_starts, pass->context_lens,
                 pass->block_tables, pass->table_stride, pass->table_columns);
+    check_wanted(*pass);
     Pool::Session session(ctx.pool);
     LayerRun run(ctx, *shape, *pass, *kv, static_cast<char*>(x));
-    for (int64_t i = 0; i < count; ++i) run(layers[i], kv[i]);
+    for (int64_t i = 0; i < count; ++i) run(layers[i], kv[i], i + 1 == count);
   });
 }
