@@ -6,11 +6,12 @@ were in it. A step's time is that of its answer behind the one before.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, cast
@@ -117,7 +118,42 @@ class Steps:
 
 def decode(bench: Bench, served: Served, batch: int, context: int) -> Steps | None:
     """Steps of so many sequences with so many tokens before the first. None: they do not fit into the pool."""
-    num_steps = bench.sizes.steps + _WARM_UP_STEPS
+    plans = _plans(bench, served, batch, context, bench.sizes.steps + _WARM_UP_STEPS)
+    return None if plans is None else _run(served, plans, batch)
+
+
+def step_without_waits(bench: Bench, served: Served, batch: int, context: int) -> None:
+    """A decode step whose launch may not wait for the device, behind a few that may. Raises RuntimeError, torch's,
+    where it does, or where the steps do not fit into the pool."""
+    plans = _plans(bench, served, batch, context, _WARM_UP_STEPS + 1)
+    if plans is None:
+        raise RuntimeError(f"{batch} sequences of {context} tokens do not fit into the pool")
+    try:
+        for plan in plans[:-1]:
+            served.executor.execute(plan)
+        with _without_waits(bench.device.is_asynchronous):
+            step = served.executor.begin(plans[-1])
+        step.finish()
+    finally:  # for the next one
+        served.executor.reset()
+
+
+@contextlib.contextmanager
+def _without_waits(is_asynchronous: bool) -> Iterator[None]:
+    """Has torch raise RuntimeError where the host would wait for the device; nothing where there is no waiting."""
+    if not is_asynchronous:
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def _plans(bench: Bench, served: Served, batch: int, context: int, num_steps: int) -> list[pb.StepPlan] | None:
+    """Of decode steps one after the other, over a pool of random numbers; None where they do not fit into it."""
     blocks = -(-(context + num_steps + 1) // bench.sizes.block_size)
     if blocks * batch > served.pool.size.num_device_blocks:
         return None
@@ -137,8 +173,7 @@ def decode(bench: Bench, served: Served, batch: int, context: int) -> Steps | No
         ],
         scheduled=_columns(batch, context - 1),
     )
-    plans = [plan, *(pb.StepPlan(scheduled=_columns(batch, context - 1 + number)) for number in range(1, num_steps))]
-    return _run(served, plans, batch)
+    return [plan, *(pb.StepPlan(scheduled=_columns(batch, context - 1 + number)) for number in range(1, num_steps))]
 
 
 def prefill(bench: Bench, served: Served) -> float:

@@ -5,6 +5,7 @@ A case makes its own inputs when its turn has come: inputs that fail are that ca
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ _TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # Where a mass meets its share within rounding, the bound may be the next token's logit, which is very near.
 _FILTER_LIMIT = 1e-3
 _E4M3 = torch.float8_e4m3fn
+_OTHER_HEADS = (64, 80, 96, 256)  # heads of other models than the one that is measured
 _Op = Callable[[Backend], Tensor]
 
 
@@ -138,7 +140,8 @@ def _paged(bench: Bench) -> list[_Case]:
     few, many = min(bench.sizes.contexts), max(bench.sizes.contexts)
 
     def attend(shape: dict[str, Any], options: dict[str, Any]) -> _Op:
-        case = paged_pass(bench, **shape)
+        mine = _with_heads(bench, shape.pop("head_dim", bench.sizes.model.head_dim))
+        case = paged_pass(mine, **shape)
         if "sinks" in options:
             options = {**options, "sinks": bench.numbers(bench.sizes.model.num_heads)}
         return lambda backend: backend.paged_attention(case.q, case.kv, case.batch, scale=case.scale, **options)
@@ -153,11 +156,23 @@ def _paged(bench: Bench) -> list[_Case]:
         ("chunks", {"sequences": 3, "context": few + 5, "queries": 7}, {}),
         ("chunks, window", {"sequences": 2, "context": few, "queries": 9}, {"sliding_window": 11}),
     ]
+    if bench.sizes.dtype is torch.bfloat16:
+        everything = {"sliding_window": 11, "soft_cap": 20.0, "sinks": ...}
+        for head_dim in _OTHER_HEADS:
+            shape = {"sequences": 3, "context": few + 3, "head_dim": head_dim}
+            cases.append((f"decode, heads of {head_dim}", {**shape, "queries": 1}, everything))
+            cases.append((f"chunks, heads of {head_dim}", {**shape, "queries": 7}, everything))
     return [
-        _Case(f"attention, {name}", lambda shape=shape, options=options: attend(shape, options))  # type: ignore[misc]
+        _Case(f"attention, {name}", lambda shape=shape, options=options: attend(dict(shape), options))  # type: ignore[misc]
         for name, shape, options in cases
         if not (_is_exact(bench) and "kv_dtype" in shape)
     ]
+
+
+def _with_heads(bench: Bench, head_dim: int) -> Bench:
+    """The same with heads of another size."""
+    model = dataclasses.replace(bench.sizes.model, head_dim=head_dim)
+    return dataclasses.replace(bench, sizes=dataclasses.replace(bench.sizes, model=model))
 
 
 def _written(bench: Bench) -> list[_Case]:

@@ -14,9 +14,12 @@ from gpu.attention import Pass, paged_pass
 from gpu.bench import Bench
 from gpu.quantized import MakeLayer, quantized_layers
 from gpu.rows import Row
+from octavo_kernels.decode_state import FROM_STATE, DecodeColumns, DecodeInputs, DecodeState
 
 _MOST_POOL_BYTES = 6 << 30
 _GOAL_BATCH = 64
+_E4M3 = torch.float8_e4m3fn
+_SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ def _works(bench: Bench) -> Iterator[_Work]:
     yield from _quantized(bench)
     yield from _elementwise(bench)
     yield from _sampling(bench)
+    yield from _memory(bench)
 
 
 def _attention(bench: Bench) -> Iterator[_Work]:
@@ -84,22 +88,30 @@ def _attention(bench: Bench) -> Iterator[_Work]:
                     0.85 if (batch, context) == (_GOAL_BATCH, longest) else None,
                 )
     yield _Work(f"attention, prompt of {count}", lambda: _attend(bench, 1, count, count))
+    if bench.backend.has_float8:
+        batch = min(_GOAL_BATCH, max(bench.sizes.batches))
+        yield _Work(
+            f"attention, decode, {batch} x {longest}, KV of e4m3", lambda: _attend(bench, batch, longest, 1, _E4M3)
+        )
 
 
-def _attend(bench: Bench, batch: int, context: int, queries: int) -> _Call:
-    """Each sequence's last `queries` tokens, with all that they see."""
-    model, case = bench.sizes.model, paged_pass(bench, sequences=batch, context=context, queries=queries)
+def _attend(bench: Bench, batch: int, context: int, queries: int, kv_dtype: torch.dtype | None = None) -> _Call:
+    """Each sequence's last `queries` tokens, with all that they see. kv_dtype: of stored K and V, None for the
+    model's."""
+    model = bench.sizes.model
+    case = paged_pass(bench, sequences=batch, context=context, queries=queries, kv_dtype=kv_dtype)
     pairs = queries * context - queries * (queries - 1) // 2
     return _Call(
         lambda: bench.backend.paged_attention(case.q, case.kv, case.batch, scale=case.scale),
-        batch * context * _kv_bytes(bench) + 2 * case.q.nbytes,
+        batch * context * _kv_bytes(bench, kv_dtype) + 2 * case.q.nbytes,
         4 * batch * pairs * model.num_heads * model.head_dim,
     )
 
 
-def _kv_bytes(bench: Bench) -> int:
-    """Of one token in one layer."""
-    return 2 * bench.sizes.model.num_kv_heads * bench.sizes.model.head_dim * bench.sizes.dtype.itemsize
+def _kv_bytes(bench: Bench, kv_dtype: torch.dtype | None = None) -> int:
+    """Of one token in one layer, scales included where it is stored in a dtype that has them."""
+    model, dtype = bench.sizes.model, kv_dtype or bench.sizes.dtype
+    return 2 * model.num_kv_heads * (model.head_dim * dtype.itemsize + (_SCALE_BYTES if kv_dtype else 0))
 
 
 def _linear(bench: Bench) -> Iterator[_Work]:
@@ -113,6 +125,10 @@ def _linear(bench: Bench) -> Iterator[_Work]:
                 f"linear, {name}, {rows} rows",
                 lambda out=out, inputs=inputs, rows=rows: _multiply(bench, out, inputs, rows),  # type: ignore[misc]
             )
+    rows, hidden = min(_GOAL_BATCH, max(bench.sizes.batches)), model.hidden_size
+    heads = model.num_heads * model.head_dim
+    yield _Work(f"linear, output with residual, {rows} rows", lambda: _add_product(bench, hidden, heads, rows))
+    yield _Work(f"linear, head, {rows} rows", lambda: _score(bench, rows))
 
 
 def _multiply(bench: Bench, out: int, inputs: int, rows: int) -> _Call:
@@ -127,13 +143,45 @@ def _multiply(bench: Bench, out: int, inputs: int, rows: int) -> _Call:
     return _Call(call, (out * inputs + rows * (out + inputs)) * bench.sizes.dtype.itemsize, 2 * rows * out * inputs)
 
 
+def _add_product(bench: Bench, out: int, inputs: int, rows: int) -> _Call:
+    layers = [bench.backend.linear(bench.normal(out, inputs, scale=0.02, seed=seed)) for seed in range(4)]
+    x, residual = bench.normal(rows, inputs), bench.normal(rows, out, seed=1)
+
+    def call() -> Tensor:
+        layers.append(layers.pop(0))
+        return layers[0](x, residual)
+
+    num_bytes = (out * inputs + rows * (2 * out + inputs)) * bench.sizes.dtype.itemsize
+    return _Call(call, num_bytes, 2 * rows * out * inputs)
+
+
+def _score(bench: Bench, rows: int) -> _Call:
+    """The head, whose results are fp32 and whose weights are larger than a cache."""
+    vocab, hidden = bench.sizes.model.vocab_size, bench.sizes.model.hidden_size
+    layer = bench.backend.linear(bench.normal(vocab, hidden, scale=0.02), out_dtype=torch.float32)
+    x = bench.normal(rows, hidden)
+    num_bytes = (vocab * hidden + rows * hidden) * bench.sizes.dtype.itemsize + rows * vocab * 4
+    return _Call(lambda: layer(x), num_bytes, 2 * rows * vocab * hidden)
+
+
 def _quantized(bench: Bench) -> Iterator[_Work]:
+    rows = min(_GOAL_BATCH, max(bench.sizes.batches))
+    yield _Work(f"int8_linear, gate and up, {rows} rows", lambda: _multiply_int8(bench, rows))
     for name, make in quantized_layers(bench).items():
         for rows in (1, 64, bench.sizes.prefill):
             yield _Work(
                 f"{name}, gate and up, {rows} rows",
                 lambda make=make, rows=rows: _multiply_quantized(bench, make, rows),  # type: ignore[misc]
             )
+
+
+def _multiply_int8(bench: Bench, rows: int) -> _Call:
+    """Operations count as the model's dtype does them; units for 8 bits are faster."""
+    out, inputs = 2 * bench.sizes.model.intermediate_size, bench.sizes.model.hidden_size
+    layer = bench.backend.int8_linear(bench.normal(out, inputs, scale=0.02), dtype=bench.sizes.dtype)
+    x = bench.normal(rows, inputs)
+    num_bytes = out * (inputs + _SCALE_BYTES) + rows * (out + inputs) * bench.sizes.dtype.itemsize
+    return _Call(lambda: layer(x), num_bytes, 2 * rows * out * inputs)
 
 
 def _multiply_quantized(bench: Bench, make: MakeLayer, rows: int) -> _Call:
@@ -173,10 +221,20 @@ def _elementwise(bench: Bench) -> Iterator[_Work]:
 
         return _Call(call, 4 * prompt.k.nbytes)
 
+    def rotate_and_write() -> _Call:
+        prompt, cos_sin = _prompt(bench), bench.numbers(rows, model.head_dim)
+        qkv = torch.cat([prompt.q, prompt.k, prompt.v], dim=1)
+        batch = prompt.batch
+        return _Call(
+            lambda: ops.rotary_write_kv(qkv, batch.positions, cos_sin, prompt.kv, batch.slots),
+            2 * qkv.nbytes + cos_sin.nbytes,
+        )
+
     yield _Work(f"rms_norm, {rows} x {hidden}", norm)
     yield _Work(f"silu_mul, {rows} x {inner}", activate)
     yield _Work(f"rotary, {rows} tokens", rotate)
     yield _Work(f"write_kv, {rows} tokens", write)
+    yield _Work(f"rotary_write_kv, {rows} tokens", rotate_and_write)
 
 
 def _prompt(bench: Bench) -> Pass:
@@ -197,5 +255,67 @@ def _sampling(bench: Bench) -> Iterator[_Work]:
         top_p = torch.full((rows,), 0.9, device=device)
         return _Call(lambda: ops.least_kept(logits, temperatures, top_k, top_p, min_p), logits.nbytes)
 
+    def ban() -> _Call:
+        """All tokens, as a grammar bans nearly all."""
+        vocab = bench.sizes.model.vocab_size
+        logits, banned = bench.numbers(rows, vocab), torch.arange(rows, device=device)
+        masks = torch.zeros(rows, -(-vocab // 32), dtype=torch.int32, device=device)
+
+        def call() -> Tensor:
+            ops.ban_tokens(logits, banned, masks)
+            return logits
+
+        return _Call(call, masks.nbytes + logits.nbytes)
+
+    yield _Work(f"ban_tokens, {rows} rows", ban)
     yield _Work(f"gumbel_argmax, {rows} rows", sample)
     yield _Work(f"least_kept, {rows} rows", bound)
+
+
+def _memory(bench: Bench) -> Iterator[_Work]:
+    sizes, device = bench.sizes, bench.device.torch_device
+    layout = bench.backend.kv_layout(
+        num_layers=sizes.model.num_layers,
+        num_kv_heads=sizes.model.num_kv_heads,
+        head_dim=sizes.model.head_dim,
+        block_size=sizes.block_size,
+        dtype=sizes.dtype,
+    )
+    count = max(1, sizes.copy_bytes // (4 * layout.bytes_per_block))
+    lanes, num_blocks = max(sizes.batches), -(-max(sizes.contexts) // sizes.block_size)
+
+    def copy() -> _Call:
+        pool = torch.zeros(layout.pool_shape(2 * count), dtype=layout.pool_dtype, device=device)
+        # Ids are on the device: bringing them there is no part of the kernel.
+        order = torch.randperm(2 * count, generator=torch.Generator().manual_seed(0)).to(device)
+
+        def call() -> Tensor:
+            bench.backend.copy_blocks(pool, order[:count], order[count:])
+            return pool
+
+        return _Call(call, 2 * count * layout.bytes_per_block)
+
+    def advance() -> _Call:
+        """The blocks of the longest contexts, all of which the device knows."""
+        rows = torch.arange(lanes, dtype=torch.int32, device=device)
+        state = DecodeState(torch.zeros_like(rows), torch.zeros(lanes, num_blocks, dtype=torch.int32, device=device))
+        inputs = DecodeInputs.empty(
+            lanes, num_blocks, block_size=sizes.block_size, scratch_block=lanes * num_blocks, device=device
+        )
+        columns = DecodeColumns(
+            rows=rows,
+            positions=torch.full_like(rows, num_blocks * sizes.block_size - 1),
+            token_ids=torch.full_like(rows, FROM_STATE),
+            num_known=torch.full_like(rows, num_blocks),
+            new_starts=torch.zeros(lanes + 1, dtype=torch.int32, device=device),
+            new_blocks=torch.zeros(0, dtype=torch.int32, device=device),
+        )
+
+        def call() -> Tensor:
+            bench.backend.advance_decode(state, columns, inputs)
+            return inputs.token_ids
+
+        return _Call(call, 2 * state.block_tables.nbytes + 9 * rows.nbytes)
+
+    yield _Work(f"copy_blocks, {count} of {layout.bytes_per_block >> 10} KiB", copy)
+    yield _Work(f"advance_decode, {lanes} x {num_blocks} blocks", advance)

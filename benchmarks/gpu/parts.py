@@ -64,6 +64,22 @@ def decode(run: Run) -> Iterator[Case]:
                 return _decode(run, batch, context)
 
             yield f"decode step, {batch} x {context}", measure
+    yield "decode step without waits", lambda: _waits(run)
+
+
+def _waits(run: Run) -> Iterator[Row]:
+    """Whether the host waits for the device while it launches a decode step, which no timing tells for certain."""
+    name, served = "decode step: waits of the host in its launch", run.served()
+    batch, context = min(run.bench.sizes.batches), min(run.bench.sizes.contexts)
+    facts = {"is_graph": served.has_graphs, "batch": batch, "context": context}
+    try:
+        decoding.step_without_waits(run.bench, served, batch, context)
+    except RuntimeError as error:
+        if "synchroniz" in str(error):
+            yield Row(name, 1, "or more", 1.0, "waits", at_most=0.0, facts={**facts, "first": str(error)})
+        raise
+    if run.bench.device.is_asynchronous:  # elsewhere there is nothing to wait for, and nothing was found out
+        yield Row(name, 0, "", 0.0, "waits", at_most=0.0, facts=facts)
 
 
 def _decode(run: Run, batch: int, context: int) -> Iterator[Row]:

@@ -29,7 +29,7 @@ _OLDEST = {
 """The packages, and the oldest versions that will do."""
 _OLDEST_PYTHON = (3, 11)
 _MODULES = {"grpcio": "grpc", "protobuf": "google.protobuf"}
-_QUERY = "name,driver_version,memory.total,memory.used,power.limit,clocks.max.sm"
+_QUERY = "name,driver_version,memory.total,memory.used,power.limit,clocks.max.sm,compute_mode"
 
 
 @dataclass
@@ -68,7 +68,8 @@ def look(*, on_gpu: bool, needs_triton: bool, needs_transformers: bool) -> Prefl
                 "torch finds no CUDA device; --device cpu --tiny tries the benchmark without one "
                 f"(torch {found.versions['torch']}; nvidia-smi: {found.gpu})"
             )
-        found.warnings += compiler_warnings()
+        found.problems += compute_mode_problems(found.gpu)
+        found.problems += compiler_problems() if needs_triton else []
         _ensure_kernel_cache(found)
     return found
 
@@ -118,15 +119,28 @@ def _driver() -> str:
     return "; ".join(program.stdout.split("\n")).strip("; ")
 
 
-def compiler_warnings(which: Callable[[str], str | None] = shutil.which) -> list[str]:
+def compute_mode_problems(gpus: str) -> list[str]:
+    """Where no GPU lets several processes compute at the same time, as a run has them do. gpus: see `_driver`."""
+    modes = [gpu.rpartition(",")[2].strip() for gpu in gpus.split(";")]
+    if not all(mode.startswith("Exclusive") or mode == "Prohibited" for mode in modes):
+        return []
+    return [
+        f"the GPU's compute mode is {modes[0]}, and several processes of a run are on it at the same time: "
+        "let them with nvidia-smi --compute-mode=DEFAULT, as root"
+    ]
+
+
+def compiler_problems(which: Callable[[str], str | None] = shutil.which) -> list[str]:
     """What Triton would miss, which compiles a few lines of C for every kernel it launches."""
-    warnings = []
+    problems = []
     if not (os.environ.get("CC") or which("gcc") or which("clang")):
-        warnings.append("there is no C compiler (gcc, clang or $CC), which Triton launches its kernels with")
+        problems.append(
+            "there is no C compiler, which Triton launches its kernels with: install gcc or clang, or name one by $CC"
+        )
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.exists():
-        warnings.append(f"{header} is missing, which Triton compiles with: install Python's development headers")
-    return warnings
+        problems.append(f"{header} is missing, which Triton compiles with: install Python's development headers")
+    return problems
 
 
 def _ensure_kernel_cache(found: Preflight) -> None:

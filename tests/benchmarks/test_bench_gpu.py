@@ -45,7 +45,15 @@ def test_every_part_measures_something(tmp_path: Path) -> None:
         "rms_norm, bfloat16: equal",
         "advance_decode, float32: equal",
         "attention, decode, 3 x 40",
+        "attention, decode, 3 x 40, KV of e4m3",
         "linear, qkv, 1 rows",
+        "linear, output with residual, 3 rows",
+        "linear, head, 3 rows",
+        "int8_linear, gate and up, 3 rows",
+        "rotary_write_kv, 16 tokens",
+        "ban_tokens, 3 rows",
+        "copy_blocks, 32 of 8 KiB",
+        "advance_decode, 3 x 3 blocks",
         "decode step, 3 x 40",
         "without work between steps, 3 x 40",
         "prompt of 32 tokens",
@@ -66,7 +74,8 @@ def test_kernels_of_the_gpu_equal_the_oracle(tmp_path: Path) -> None:
     results = run(tmp_path, "--kernel-backend", "triton", *parts, TRITON_INTERPRET="1")
     assert results["backend"] == "triton (cpu, interpreted)"
     names = {row["name"].partition(":")[0] for row in results["rows"]}
-    ops = ("linear of 4 bits, 1 rows", "attention, decode, KV of e4m3", "advance_decode")
+    heads = (f"attention, {kind}, heads of {size}" for kind in ("decode", "chunks") for size in (64, 80, 96, 256))
+    ops = ("linear of 4 bits, 1 rows", "attention, decode, KV of e4m3", "advance_decode", *heads)
     assert {f"{op}, bfloat16" for op in ops} <= names
     # What nobody asks for in fp32, and takes a compiler long, is left out there.
     assert {op for op in ops if f"{op}, float32" in names} == {"advance_decode"}

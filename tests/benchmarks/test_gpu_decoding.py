@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gpu import decoding
 from gpu.decoding import WatchedRunAhead
 
@@ -59,6 +61,21 @@ def test_a_step_begins_with_its_first_work_on_the_device(ahead: WatchedRunAhead)
     ahead.launch(None, NOTHING, NOTHING, NOTHING, NOTHING)  # type: ignore[arg-type]
     assert Mark.queue == step * 2
     assert len(ahead.marks) == 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_waits_are_errors_within_the_step_alone(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with contextlib.suppress(ZeroDivisionError), decoding._without_waits(True):
+        modes.append("step")
+        if fails:
+            raise ZeroDivisionError
+    assert modes == ["error", "step", 1]
+    with decoding._without_waits(False):
+        pass
+    assert len(modes) == 3
 
 
 def test_the_idle_share_is_what_lies_between_steps(ahead: WatchedRunAhead) -> None:

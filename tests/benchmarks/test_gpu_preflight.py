@@ -37,16 +37,44 @@ def test_an_old_python_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [problem.partition(",")[0] for problem in found.problems] == ["Python 3.11 or later is needed"]
 
 
-def test_a_missing_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_compiler_is_a_problem_with_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(preflight.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-    warnings = preflight.compiler_warnings(lambda _: None)
-    assert [warning.split(",")[0] for warning in warnings] == [
-        "there is no C compiler (gcc",
-        f"{tmp_path}/Python.h is missing",
+    assert preflight.compiler_problems(lambda _: None) == [
+        "there is no C compiler, which Triton launches its kernels with: install gcc or clang, or name one by $CC",
+        f"{tmp_path}/Python.h is missing, which Triton compiles with: install Python's development headers",
     ]
     (tmp_path / "Python.h").touch()
-    assert preflight.compiler_warnings(lambda name: "/bin/clang" if name == "clang" else None) == []
+    assert preflight.compiler_problems(lambda name: "/bin/clang" if name == "clang" else None) == []
+
+
+@pytest.mark.parametrize("needs_triton", [True, False])
+def test_a_compiler_is_needed_by_kernels_that_are_compiled_on_a_gpu(
+    needs_triton: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(preflight, "_version", lambda _: ("99", ""))
+    monkeypatch.setattr(preflight, "_has_cuda", lambda: True)
+    monkeypatch.setattr(preflight, "_driver", lambda: "NVIDIA H200, 570.1, Default")
+    monkeypatch.setattr(preflight, "compiler_problems", lambda: ["no compiler"])
+    found = preflight.look(on_gpu=True, needs_triton=needs_triton, needs_transformers=False)
+    assert (found.problems, found.warnings) == (["no compiler"] if needs_triton else [], [])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mode"),
+    [
+        ("NVIDIA H200, 570.1, Default", None),
+        ("no answer (nvidia-smi is not there)", None),
+        ("NVIDIA H200, 570.1, Exclusive_Process", "Exclusive_Process"),
+        ("NVIDIA H200, 570.1, Prohibited; NVIDIA H200, 570.1, Exclusive_Process", "Prohibited"),
+        ("NVIDIA H200, 570.1, Exclusive_Process; NVIDIA H200, 570.1, Default", None),
+    ],
+)
+def test_a_gpu_for_one_process_is_a_problem(gpus: str, mode: str | None) -> None:
+    problems = preflight.compute_mode_problems(gpus)
+    assert [problem.split(",")[0] for problem in problems] == ([f"the GPU's compute mode is {mode}"] if mode else [])
+    assert all("--compute-mode=DEFAULT" in problem for problem in problems)
 
 
 def test_kernels_are_kept_elsewhere_where_the_cache_cannot_be_written(

@@ -124,6 +124,25 @@ def test_without_graphs_steps_are_measured_op_by_op(this: Run, monkeypatch: pyte
     assert step.facts["is_graph"] is False
 
 
+@pytest.mark.parametrize(("text", "ratios"), [("called a synchronizing CUDA operation", [1.0]), ("out of blocks", [])])
+def test_a_wait_in_a_step_is_told_and_loses_nothing_else(
+    this: Run, monkeypatch: pytest.MonkeyPatch, text: str, ratios: list[float]
+) -> None:
+    def begin(*_: Any) -> None:
+        raise RuntimeError(text)
+
+    served = this.served()
+    with monkeypatch.context() as patch:
+        patch.setattr(served.executor, "begin", begin)
+        patch.setattr(served.executor, "execute", lambda _: None)
+        this.each([("waits", lambda: parts._waits(this))])
+    assert this.failures == {"waits": f"RuntimeError: {text}"}
+    assert [row.ratio for row in this.rows if "waits of the host" in row.name] == ratios
+    this.each(parts.decode(this))
+    assert list(this.failures) == ["waits"]
+    assert "decode step, 3 x 40" in {row.name for row in this.rows}
+
+
 def test_without_a_host_tier_only_swap_fails(this: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     make = model.KVPool
 
@@ -161,7 +180,7 @@ def test_inputs_that_cannot_be_made_fail_alone(this: Run, monkeypatch: pytest.Mo
     this.each(equality_cases(this.bench) if is_equality else kernel_cases(this.bench, this.rates))
     assert set(this.failures.values()) == {"OutOfMemoryError: no pool"}
     assert all(name.startswith(("attention", "write_kv", "rotary")) for name in this.failures)
-    assert len(this.failures) == (9 if is_equality else 7)
+    assert len(this.failures) == 9
     names = {row.name for row in this.rows}
     assert ("advance_decode, float32: equal" if is_equality else "least_kept, 3 rows") in names
 

@@ -65,6 +65,7 @@ class LateDevice(CpuDevice):
     with every download, the last that a step asks for."""
 
     is_asynchronous = True
+    shares_host_memory = False
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,26 +6,9 @@ import torch
 from octavo.config import WorkerConfig
 from octavo.errors import ConfigError
 from octavo_kernels.reference import ReferenceBackend
-from octavo_worker.device import (
-    free_memory,
-    resolve_batched_tokens,
-    resolve_device,
-    resolve_dtype,
-    resolve_kv_dtype,
-    resolve_quantization,
-)
+from octavo_worker.device import resolve_batched_tokens, resolve_dtype, resolve_kv_dtype, resolve_quantization
 from octavo_worker.devices import CpuDevice
 from tests.worker.late_device import LateDevice
-
-
-def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
-    with pytest.raises(ConfigError, match="torch finds no CUDA device; use --device cpu"):
-        resolve_device("cuda")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert resolve_device("auto") == torch.device("cuda")
-    assert free_memory(torch.device("cpu")) > 0
 
 
 @pytest.mark.parametrize(("configured", "on_cpu", "elsewhere"), [(0, 512, 2048), (64, 64, 64)])

@@ -12,14 +12,22 @@ from octavo.config import GIB, WorkerConfig
 from octavo.errors import ConfigError
 from octavo_kernels import Backend, KVLayout
 from octavo_worker import kv_pool
-from octavo_worker.devices import CpuDevice
+from octavo_worker.devices import CpuDevice, Device
 from octavo_worker.kv_pool import KVPool, PoolSize, layout_name, size_pool
 
 LAYOUT = KVLayout(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype=torch.bfloat16)
-CPU, CUDA = torch.device("cpu"), torch.device("meta")  # a device that is not the CPU; none is used
 
 
-def sized(device: torch.device = CPU, *, free: int = 10 * GIB, weights: int = GIB, **settings: Any) -> PoolSize:
+class DeviceBeside(CpuDevice):
+    """One with memory of its own."""
+
+    shares_host_memory = False
+
+
+CPU, BESIDE = CpuDevice(), DeviceBeside()
+
+
+def sized(device: Device = CPU, *, free: int = 10 * GIB, weights: int = GIB, **settings: Any) -> PoolSize:
     return size_pool(
         WorkerConfig(**{"swap_space": 0.0, **settings}),
         LAYOUT,
@@ -56,7 +64,7 @@ def test_cap_holds_on_the_cpu_only() -> None:
     assert sized().num_device_blocks == 4 * GIB // 368_640
     assert sized(kv_cache_memory=1.5).num_device_blocks == int(1.5 * GIB) // 368_640
     assert sized(kv_cache_memory=0).num_device_blocks == 8 * GIB // 368_640  # 0.9 x 10 GiB - 1 GiB of weights
-    assert sized(CUDA).num_device_blocks == 8 * GIB // 368_640
+    assert sized(BESIDE).num_device_blocks == 8 * GIB // 368_640
 
 
 def test_utilization_counts_the_weights() -> None:
@@ -119,7 +127,7 @@ def test_too_little_memory_is_refused_with_numbers() -> None:
 
 
 def test_host_tier_of_a_gpu_takes_its_share_of_the_host(caplog: pytest.LogCaptureFixture) -> None:
-    size = sized(CUDA, swap_space=100)
+    size = sized(BESIDE, swap_space=100)
     assert size == PoolSize(8 * GIB // 368_640, int(0.9 * 9 * GIB) // 368_640)
     assert "the host tier gets 8.10 GiB of the 100.00 GiB that swap_space allows" in caplog.text
 

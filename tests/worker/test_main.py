@@ -126,7 +126,7 @@ def test_attention_of_ones_own(model: Path, tmp_path: Path) -> None:
 def test_weights_that_do_not_fit_into_memory(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("octavo_worker.assembly.free_memory", lambda device: 10_000)
+    monkeypatch.setattr("octavo_worker.devices.CpuDevice.free_memory", lambda _: 10_000)
     assert main([f"--model={model}", "--listen=127.0.0.1:0"]) == 2
     assert "octavo-worker: model tiny needs 0.00 GiB for its " in capsys.readouterr().err.splitlines()[-1]
 

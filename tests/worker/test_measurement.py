@@ -14,13 +14,14 @@ from tests.worker.conftest import make_executor
 def test_rates_are_measured_and_the_pool_is_left_empty(decoder: Decoder, backend: Backend) -> None:
     pool = make_executor(decoder, backend).pool
     assert measure_prefill(decoder, pool, backend, CpuDevice(), 512) > 0
-    assert measure_swap(pool) > 0
+    assert measure_swap(pool, CpuDevice()) > 0
     assert not pool.device.any()
     assert not pool.host.any()
 
 
 class DeviceBeside(CpuDevice):
     is_asynchronous = True
+    shares_host_memory = False
 
 
 @pytest.mark.parametrize(
@@ -59,5 +60,5 @@ def test_as_many_tokens_are_measured_as_tell_of_the_device(
 def test_small_pools(decoder: Decoder, backend: Backend) -> None:
     pool = make_executor(decoder, backend, num_blocks=1, num_host_blocks=0).pool
     assert measure_prefill(decoder, pool, backend, CpuDevice(), 512) > 0
-    assert measure_swap(pool) == 0
+    assert measure_swap(pool, CpuDevice()) == 0
     assert not pool.device.any()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from octavo.config import WorkerConfig
@@ -87,12 +86,12 @@ def test_memory_of_steps_is_that_of_the_largest_and_of_recorded_ones(
 def test_the_pool_takes_what_steps_leave(decoder: Decoder, enqueuing: EnqueuingBackend) -> None:
     layout = layout_of(decoder, enqueuing)
     config = WorkerConfig(gpu_memory_utilization=0.5, swap_space=0.0)
+    device = LateDevice()
     free, reserved = 1000 * layout.bytes_per_block, 100 * layout.bytes_per_block
-    cuda = torch.device("cuda")
-    size = size_pool(config, layout, cuda, free_at_start=free, free_now=free - reserved, free_host=0)
+    size = size_pool(config, layout, device, free_at_start=free, free_now=free - reserved, free_host=0)
     assert size.num_device_blocks == 400
     with pytest.raises(ConfigError, match="too little memory for KV blocks"):
-        size_pool(config, layout, cuda, free_at_start=free, free_now=free - 5 * reserved, free_host=0)
+        size_pool(config, layout, device, free_at_start=free, free_now=free - 5 * reserved, free_host=0)
 
 
 def test_every_kind_of_step_is_done_once_and_decodes_are_recorded(

@@ -17,15 +17,8 @@ from octavo_kernels import Backend, BackendUnavailableError, load_backend
 from octavo_kernels.cpu.topology import usable_cores
 from octavo_worker import __version__
 from octavo_worker.custom_attention import with_attention
-from octavo_worker.device import (
-    free_memory,
-    resolve_batched_tokens,
-    resolve_device,
-    resolve_dtype,
-    resolve_kv_dtype,
-    resolve_quantization,
-)
-from octavo_worker.devices import open_device
+from octavo_worker.device import resolve_batched_tokens, resolve_dtype, resolve_kv_dtype, resolve_quantization
+from octavo_worker.devices import find_device
 from octavo_worker.executor import Executor
 from octavo_worker.executor_thread import ExecutorThread
 from octavo_worker.grammar import GrammarEngine, GrammarUnavailableError
@@ -74,10 +67,9 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
     started = time.monotonic()
     # Loading is many short ops: on a busy machine torch's threads would wait for each other longer than they compute.
     torch.set_num_threads(1)
-    device = resolve_device(config.device)
-    opened = open_device(device)
-    config = replace(config, max_num_batched_tokens=resolve_batched_tokens(config, opened))
-    backend = _load_backend(config, device)
+    device = find_device(config.device)
+    config = replace(config, max_num_batched_tokens=resolve_batched_tokens(config, device))
+    backend = _load_backend(config, device.torch_device)
     checkpoint = open_checkpoint(source)
     thread.advance()
     _log.info("loading %s from %s", checkpoint.source.name, checkpoint.source.path)
@@ -85,7 +77,7 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
     digest = helpers.submit(checkpoint.digest)
     loading_grammars = helpers.submit(_load_grammars, checkpoint.tokenizer)
     helpers.shutdown(wait=False)
-    free_at_start = free_memory(device)
+    free_at_start = device.free_memory()
     dtype_name, dtype = resolve_dtype(config, checkpoint.config.dtype or checkpoint.weights.default_dtype())
     is_quantized = checkpoint.weights.is_quantized()
     quantization = resolve_quantization(config, dtype_name, backend, is_quantized=is_quantized)
@@ -118,22 +110,22 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
     )
     _log.info("loaded %d parameters in %.1f s", decoder.num_parameters, time.monotonic() - started)
     _log.info("computing in %s (--quantization %s)", precision, config.quantization)
-    if backend.name == "reference" and device.type == "cpu":
+    if backend.name == "reference" and not device.is_asynchronous:
         torch.set_num_threads(config.num_threads or usable_cores())  # the native kernels bring their own threads
     keep_freed_memory()  # not before the weights are loaded, which takes and frees more than is worth keeping
-    reserved = memory_of_steps(config, decoder, backend, opened, layout)
+    reserved = memory_of_steps(config, decoder, backend, device, layout)
     thread.advance()
     size = size_pool(
         config,
         layout,
         device,
         free_at_start=free_at_start,
-        free_now=free_memory(device) - reserved,
+        free_now=device.free_memory() - reserved,
         free_host=free_host_memory(),
     )
-    pool = KVPool(layout, size, backend, NUM_SCRATCH_BLOCKS if runs_ahead(backend, opened) else 0)
+    pool = KVPool(layout, size, backend, NUM_SCRATCH_BLOCKS if runs_ahead(backend, device) else 0)
     thread.advance()
-    ahead = prepare(config, decoder, pool, backend, opened, thread.advance)
+    ahead = prepare(config, decoder, pool, backend, device, thread.advance)
     grammars = _grammars_or_none(loading_grammars)
     description = pb.DescribeResponse(
         protocol_version=PROTOCOL_VERSION,
@@ -167,8 +159,8 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
             pb.CAPABILITY_PROMPT_LOGPROBS,
             *([pb.CAPABILITY_SWAP] if size.num_host_blocks else []),
         ],
-        prefill_tokens_per_s=measure_prefill(decoder, pool, backend, opened, config.max_num_batched_tokens),
-        swap_bytes_per_s=measure_swap(pool),
+        prefill_tokens_per_s=measure_prefill(decoder, pool, backend, device, config.max_num_batched_tokens),
+        swap_bytes_per_s=measure_swap(pool, device),
         backend=describe_kernels(backend, quantization),
         version=__version__,
     )
@@ -177,7 +169,7 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
         pool,
         backend,
         max_batched_tokens=config.max_num_batched_tokens,
-        device=opened,
+        device=device,
         ahead=ahead,
         grammars=grammars,
         on_progress=thread.advance,

@@ -1,4 +1,7 @@
-"""Resolves the settings that depend on the machine: device, dtypes, quantization, and how much memory is free there."""
+"""Resolves the settings that depend on the device and its kernels: dtypes, quantization, tokens of a step.
+
+Which device it is `octavo_worker.devices` finds.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,12 @@ import torch
 from octavo.config import WorkerConfig
 from octavo.errors import ConfigError
 from octavo_kernels import Backend
-from octavo_worker.devices import Device, open_device
+from octavo_worker.devices import Device
 from octavo_worker.loaders.config import DTYPE_BYTES
 from octavo_worker.models.layers import QUANTIZATIONS, Quantization
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _KV_DTYPES = _DTYPES | {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of `--device`; "auto" takes CUDA where there is one. Raises ConfigError when it is not there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is cuda, but torch finds no CUDA device; use --device cpu")
-    return torch.device(name)
 
 
 def resolve_dtype(config: WorkerConfig, checkpoint_dtype: str) -> tuple[str, torch.dtype]:
@@ -71,8 +65,3 @@ def resolve_quantization(
         if config.quantization == named:
             return named
     return "int8" if is_quantized and backend.has_fast_int8 and dtype_name == "bfloat16" else "none"
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that may still be taken on a device."""
-    return open_device(device).free_memory()

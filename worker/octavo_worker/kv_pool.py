@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -99,20 +98,19 @@ def layout_name(layout: KVLayout) -> str:
 
 
 def size_pool(
-    config: WorkerConfig, layout: KVLayout, device: torch.device, *, free_at_start: int, free_now: int, free_host: int
+    config: WorkerConfig, layout: KVLayout, device: Device, *, free_at_start: int, free_now: int, free_host: int
 ) -> PoolSize:
     """How many blocks each tier gets.
 
     free_at_start, free_now: bytes free on the device before the weights were loaded and now; free_host: bytes free on
-    the host now. Weights and KV together take at most `gpu_memory_utilization` of what was free. On a CPU device both
-    tiers share the host's memory: where their wishes exceed it, each gets the same share of its wish, but the device
-    as many blocks as `num_device_blocks` asks for. A host tier that gets less than `swap_space` is told in the log.
-    Raises ConfigError, with the numbers, when the device's blocks do not fit or almost none would.
+    the host now. Weights and KV together take at most `gpu_memory_utilization` of what was free. On a device that
+    shares the host's memory, wishes of both tiers may exceed it: each then gets the same share of its wish, but the
+    device as many blocks as `num_device_blocks` asks for. A host tier that gets less than `swap_space` is told in the
+    log. Raises ConfigError, with the numbers, when the device's blocks do not fit or almost none would.
     """
     block = layout.bytes_per_block
     budget = max(free_now - math.ceil((1 - config.gpu_memory_utilization) * free_at_start), 0)
-    host_wish = int(config.swap_space * GIB)
-    on_cpu = device.type == "cpu"
+    host_wish, is_shared = int(config.swap_space * GIB), device.shares_host_memory
     if config.num_device_blocks:
         num_blocks = config.num_device_blocks
         if num_blocks * block > budget:
@@ -122,8 +120,8 @@ def size_pool(
                 f"(gpu_memory_utilization {config.gpu_memory_utilization:g})"
             )
     else:
-        wish = min(budget, int(config.kv_cache_memory * GIB)) if on_cpu and config.kv_cache_memory else budget
-        if on_cpu and wish + host_wish > budget:
+        wish = min(budget, int(config.kv_cache_memory * GIB)) if is_shared and config.kv_cache_memory else budget
+        if is_shared and wish + host_wish > budget:
             wish = max(wish * budget // (wish + host_wish), min(wish, MIN_BLOCKS * block))
         num_blocks = wish // block
         if num_blocks < MIN_BLOCKS:
@@ -133,7 +131,7 @@ def size_pool(
                 f"gpu_memory_utilization {config.gpu_memory_utilization:g}, "
                 f"kv_cache_memory {config.kv_cache_memory:g} GiB"
             )
-    host_room = budget - num_blocks * block if on_cpu else int(config.gpu_memory_utilization * free_host)
+    host_room = budget - num_blocks * block if is_shared else int(config.gpu_memory_utilization * free_host)
     num_host_blocks = min(host_wish, host_room) // block
     if host_room < host_wish:
         _log.warning(

@@ -44,7 +44,7 @@ def measure_prefill(decoder: Decoder, pool: KVPool, backend: Backend, device: De
     return rate
 
 
-def measure_swap(pool: KVPool) -> float:
+def measure_swap(pool: KVPool, device: Device) -> float:
     """Bytes a second between device and host, of the slower direction, beside no computing; 0 without a host tier."""
     num_blocks = min(pool.size.num_device_blocks, pool.size.num_host_blocks)
     num_blocks = min(num_blocks, max(_SWAPPED_BYTES // pool.layout.bytes_per_block, 1))
@@ -55,15 +55,15 @@ def measure_swap(pool: KVPool) -> float:
     pool.swap_in(blocks, blocks)
     slowest = 0.0
     for move in (pool.swap_out, pool.swap_in):
-        slowest = max(slowest, min(_time_move(move, blocks, pool.device.device) for _ in range(_SWAP_ROUNDS)))
+        slowest = max(slowest, min(_time_move(move, blocks, device) for _ in range(_SWAP_ROUNDS)))
     return num_blocks * pool.layout.bytes_per_block / slowest
 
 
-def _time_move(move: Callable[[Tensor, Tensor], int], blocks: Tensor, device: torch.device) -> float:
+def _time_move(move: Callable[[Tensor, Tensor], int], blocks: Tensor, device: Device) -> float:
     """Seconds that a move takes until the device is through with it."""
     started = time.monotonic()
     move(blocks, blocks)
-    torch.get_device_module(device).synchronize()
+    device.synchronize()
     return time.monotonic() - started
 
 

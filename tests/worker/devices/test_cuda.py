@@ -15,7 +15,7 @@ import torch
 from octavo.errors import ConfigError
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels import Backend
-from octavo_worker.devices import CpuDevice, open_device
+from octavo_worker.devices import CpuDevice, find_device, open_device
 from octavo_worker.devices import cuda as cuda_module
 from octavo_worker.devices.cuda import CudaDevice
 from octavo_worker.executor import Executor
@@ -35,6 +35,7 @@ class Cuda:
         self.free, self.reserved, self.peak = 1000, 300, 0
         self.register_error: str | None = None
         self.is_lost = False
+        self.last_error: str | None = None  # of a call that nobody has asked about
         self._numbers, self._memories = itertools.count(), itertools.count()
 
     def Event(self, blocking: bool = False) -> Event:
@@ -101,6 +102,7 @@ class Cuda:
 
     def check_error(self, asked: tuple[int, int, int]) -> None:
         if self.register_error is not None:
+            self.last_error = self.register_error
             raise RuntimeError(self.register_error)
         self.log.append(f"lock {asked[1]} bytes")
 
@@ -155,6 +157,13 @@ def test_cuda_is_opened_as_such(cuda: Cuda) -> None:
     opened = open_device(torch.device("cuda"))
     assert isinstance(opened, CudaDevice)
     assert opened.is_asynchronous
+    assert not opened.shares_host_memory
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda"])
+def test_cuda_is_taken_where_it_is(name: str, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert isinstance(find_device(name), CudaDevice)
 
 
 def test_an_upload_is_one_copy_with_a_mark_behind_it(device: CudaDevice, cuda: Cuda) -> None:
@@ -248,6 +257,25 @@ def test_host_memory_is_locked_or_told_of(device: CudaDevice, cuda: Cuda) -> Non
     cuda.register_error = "CUDA error: out of memory"
     with pytest.raises(ConfigError, match=r"cannot be locked in memory \(CUDA error: out of memory\)"):
         device.lock(host)
+
+
+def test_work_goes_on_behind_memory_that_cannot_be_locked(
+    device: CudaDevice, cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = torch.zeros
+
+    def launch(*shape: Any, **options: Any) -> torch.Tensor:
+        error, cuda.last_error = cuda.last_error, None
+        if error is not None:
+            raise RuntimeError(error)
+        return zeros(*shape, **options)
+
+    host = torch.zeros(16, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "zeros", launch)
+    cuda.register_error = "CUDA error: out of memory"
+    with pytest.raises(ConfigError, match="cannot be locked"):
+        device.lock(host)
+    assert device.reserve((4,), torch.uint8).tolist() == [0] * 4
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

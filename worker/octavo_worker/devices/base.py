@@ -50,10 +50,12 @@ class Device(Protocol):
 
     is_asynchronous: whether work goes on behind a call that has returned; then steps may be put into its queue before
     earlier ones are answered.
+    shares_host_memory: whether its memory is the host's, so that both tiers of a pool take from one.
     """
 
     torch_device: torch.device
     is_asynchronous: bool
+    shares_host_memory: bool
 
     def upload(self, columns: Sequence[NDArray[Any]]) -> list[Tensor]:
         """A tensor of each column's shape and dtype on the device, by one copy that the host does not wait for.

@@ -44,6 +44,7 @@ class CpuDevice:
     """See `base.Device`."""
 
     is_asynchronous = False
+    shares_host_memory = True
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.torch_device = device or torch.device("cpu")

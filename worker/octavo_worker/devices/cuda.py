@@ -59,6 +59,7 @@ class CudaDevice:
     """See `base.Device`."""
 
     is_asynchronous = True
+    shares_host_memory = False
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
@@ -93,6 +94,7 @@ class CudaDevice:
                 torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, _PORTABLE_AND_MAPPED)
             )
         except RuntimeError as error:
+            _forget_last_error(self.torch_device)
             raise ConfigError(
                 f"the host tier of {host.nbytes / GIB:.2f} GiB cannot be locked in memory ({error}); "
                 "give a smaller --swap-space"
@@ -142,6 +144,12 @@ class CudaDevice:
         replay = _Replay(graph, output)
         self._graphs.add(replay)
         return replay
+
+
+def _forget_last_error(device: torch.device) -> None:
+    """CUDA keeps the error of a call that torch does not check, and the next launch of a kernel would raise it."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 def _unlock(address: int, device: torch.device) -> None:
