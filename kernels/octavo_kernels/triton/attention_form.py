@@ -45,8 +45,8 @@ class AttentionForm:
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """Compute capabilities that the form is launched on."""
-        return (HOPPER,) if self.stored == "fp8e4nv" else (AMPERE, HOPPER)
+        """Compute capabilities that the form is launched on: e4m3 as it is or by its bits, as a GPU reads it."""
+        return {"fp8e4nv": (HOPPER,), "u8": (AMPERE,)}.get(self.stored or "", (AMPERE, HOPPER))
 
     def variant(
         self,

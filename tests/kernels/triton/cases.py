@@ -1,4 +1,4 @@
-"""Paged batches in the layout of the Triton kernels, and tolerances."""
+"""Paged batches in the layout of the Triton kernels, tolerances, and a GPU as the kernels see it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from torch import Tensor
 
 from octavo_kernels import AttentionBatch, LayerKV
 from octavo_kernels.reference import ReferenceBackend
+from octavo_kernels.triton.device import LARGE_SHARED_MEMORY, DeviceTraits
 from octavo_kernels.triton.paged_kv import kv_layout
 
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.float16: (2e-3, 2e-3), torch.bfloat16: (1e-2, 1.6e-2)}
+# Of an H200. With them the interpreter runs the kernels that one would run: e4m3 as it is, multiplied as fp16.
+HOPPER_TRAITS = DeviceTraits(num_sms=132, shared_memory=LARGE_SHARED_MEMORY, native_float8=True, interpreted=False)
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,12 @@ def usages(tmp_path_factory) -> list[Usage]:
 
 
 @pytest.mark.timeout(900)
-def test_no_kernel_spills(usages):
+def test_no_kernel_spills(usages, capsys):
+    with capsys.disabled():
+        print(f"\n{table(usages)}")
     assert [u for u in usages if not u.is_good] == []
-    assert not any(u.stack for u in usages if u.op.startswith("paged_attention"))
+    # Where attention may spill, it is two registers.
+    assert [u for u in usages if u.op.startswith("paged_attention") and u.stack > 8] == []
 
 
 def test_every_op_is_there_on_both_targets(usages):

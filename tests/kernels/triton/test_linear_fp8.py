@@ -11,6 +11,7 @@ from octavo_kernels import InvalidArgumentError
 from octavo_kernels.triton import linear_fp8
 from octavo_kernels.triton.linear_fp8 import Fp8Linear
 from tests.kernels.cases import DTYPES, TOLERANCES, normal
+from tests.kernels.triton.cases import HOPPER_TRAITS
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -28,6 +29,17 @@ def test_matches_reference(reference, dtype, out_features, in_features, rows):
     wide = Fp8Linear(weight, None, dtype, torch.float32)(x)
     expected = reference.fp8_linear(weight, dtype=dtype, out_dtype=torch.float32)(x)
     torch.testing.assert_close(wide, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_e4m3_as_hopper_multiplies_it(reference, parts, monkeypatch):
+    weight, x = normal(50, 900, dtype=torch.float32, seed=1, scale=0.05), normal(5, 900, dtype=torch.float16, seed=2)
+    bias = normal(50, dtype=torch.float32, seed=3)
+    monkeypatch.setattr(linear_fp8, "device_traits", lambda _: HOPPER_TRAITS)
+    monkeypatch.setattr(linear_fp8, "num_parts", lambda *_: parts)
+    out = Fp8Linear(weight, bias, torch.float16, torch.float32)(x)
+    expected = reference.fp8_linear(weight, bias, dtype=torch.float16, out_dtype=torch.float32)(x)
+    torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
 
 
 def test_parts_add_up(monkeypatch):

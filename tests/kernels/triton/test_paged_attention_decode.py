@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from octavo_kernels.reference import ReferenceBackend
+from octavo_kernels.triton import paged_attention_decode as module
 from octavo_kernels.triton.paged_attention_decode import (
     decode_workspace_size,
     paged_attention_decode,
     part_count,
 )
-from tests.kernels.triton.cases import TOLERANCES, paged_case
+from tests.kernels.triton.cases import HOPPER_TRAITS, TOLERANCES, paged_case
 
 DECODES = [(70, 1), (1, 1), (33, 1), (129, 1)]
 OPTIONS = {
@@ -58,6 +59,34 @@ def test_shapes_and_dtypes(heads, kv_heads, head_dim, dtype):
 def test_quantized(stored, dtype):
     case = paged_case([(70, 1), (18, 1)], heads=4, kv_heads=2, head_dim=64, dtype=dtype, stored=stored)
     check(case, OPTIONS["all"], dtype=dtype, parts=2)
+
+
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(4, 2, 64), (2, 2, 80), (3, 1, 96), (4, 1, 128), (2, 1, 256)]
+)
+def test_all_options_in_every_shape(heads, kv_heads, head_dim, dtype, stored):
+    case = paged_case(
+        [(130, 1), (18, 1)], heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, stored=stored
+    )
+    check(case, OPTIONS["all"], dtype=dtype, parts=2)
+
+
+@pytest.mark.parametrize("options", ["plain", "all"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 96), (2, 1, 256)])
+def test_e4m3_as_hopper_reads_it(heads, kv_heads, head_dim, dtype, options, monkeypatch):
+    monkeypatch.setattr(module, "device_traits", lambda _: HOPPER_TRAITS)
+    case = paged_case(
+        [(130, 1), (18, 1)],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        stored=torch.float8_e4m3fn,
+    )
+    check(case, OPTIONS[options], dtype=dtype, parts=2)
 
 
 @pytest.mark.parametrize("transposed", [(False, True), (True, False), (True, True)])
