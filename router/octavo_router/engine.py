@@ -18,12 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from octavo.config import RouterConfig
-from octavo.errors import (
-    DeadlineError,
-    InternalError,
-    OctavoError,
-    UnavailableError,
-)
+from octavo.errors import DeadlineError, InternalError, UnavailableError
 from octavo.v1 import admin_pb2
 from octavo.worker.v1 import worker_pb2
 from octavo_router import __version__, snapshot
@@ -252,7 +247,9 @@ class Engine:
                 did_work = self._end_session(str(_first(group)))
             except* Exception as group:
                 logger.error("the engine failed", exc_info=group)
-                self._start_over(InternalError("the engine failed on a step; this is a bug, see the router's log"))
+                # A bug may have left the scheduler in any state.
+                bug = InternalError("the engine failed on a step; this is a bug, see the router's log")
+                self._deliveries.start_over(self._new_scheduler(), bug)
                 did_work = self._end_session("the engine failed")
             if did_work:
                 delays = backoff()
@@ -330,10 +327,6 @@ class Engine:
             eos_token_ids=self._tokenizer.eos_token_ids,
             max_worker_failures=self._config.max_worker_failures,
         )
-
-    def _start_over(self, error: OctavoError) -> None:
-        """Fails every request and takes a new scheduler: a bug may have left the old one in any state."""
-        self._deliveries.start_over(self._new_scheduler(), error)
 
     def _stop_give_up_timer(self) -> None:
         if self._give_up_timer is not None:

@@ -345,9 +345,9 @@ class Executor:
             device=self.backend.device,
         )
         chosen = np.flatnonzero(scheduled.samples)
-        last_rows = np.cumsum(scheduled.counts)[chosen] - 1
+        last_rows = np.cumsum(scheduled.counts) - 1
         scored = scored_rows(self.table, scheduled.rows, scheduled.starts, scheduled.counts)
-        wanted = last_rows if scored is None else np.union1d(last_rows, scored.batch_rows)
+        wanted = last_rows[chosen] if scored is None else np.union1d(last_rows[chosen], scored.batch_rows)
         masks = self._processors.start(self.table, scheduled.rows[chosen])
         hidden = self.decoder.hidden(
             batch.token_ids,
@@ -360,7 +360,7 @@ class Executor:
         if scored is not None:
             chosen = self._score_prompts(scheduled, scored.among(wanted), hidden, chosen, result)
         if len(chosen):
-            rows = np.searchsorted(wanted, np.cumsum(scheduled.counts)[chosen] - 1)
+            rows = np.searchsorted(wanted, last_rows[chosen])
             logits = self.decoder.logits(hidden, torch.from_numpy(rows).to(self.backend.device))
             self._sample(scheduled, chosen, logits, masks, result)
         return None

@@ -161,12 +161,16 @@ class _Ahead:
             self._used = max(self._used, int(blocks.max()) + 1)
 
     @property
+    def _next(self) -> int:
+        return max(self._populated, self._used)
+
+    @property
     def is_over(self) -> bool:
         """Whether all of the tier has its memory."""
-        return max(self._populated, self._used) == len(self._tier)
+        return self._next == len(self._tier)
 
     def advance(self) -> bool:
         """Takes a step, and returns whether it was one."""
-        start = max(self._populated, self._used)
+        start = self._next
         self._populated = min(start + self._at_once, self._used + self._ahead, len(self._tier))
         return start < self._populated and self._device.populate(self._tier[start : self._populated])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -15,6 +16,12 @@ from octavo_kernels.triton.paged_kv import kv_layout
 TOLERANCES = {torch.float32: (2e-5, 2e-5), torch.float16: (2e-3, 2e-3), torch.bfloat16: (1e-2, 1.6e-2)}
 # Of an H200. With them the interpreter runs the kernels that one would run: e4m3 as it is, multiplied as fp16.
 HOPPER_TRAITS = DeviceTraits(num_sms=132, shared_memory=LARGE_SHARED_MEMORY, native_float8=True, interpreted=False)
+
+# Marks of tests that hold for attention of either kind, with the heads, KV heads and head size of a `paged_case`.
+every_head_size = pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(4, 2, 64), (2, 2, 80), (3, 1, 96), (4, 1, 128), (2, 1, 256)]
+)
+some_head_sizes = pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 96), (2, 1, 256)])
 
 
 @dataclass(frozen=True)

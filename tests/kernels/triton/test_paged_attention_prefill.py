@@ -8,7 +8,7 @@ import torch
 from octavo_kernels.reference import ReferenceBackend
 from octavo_kernels.triton import paged_attention_prefill as module
 from octavo_kernels.triton.paged_attention_prefill import heads_together, paged_attention_prefill
-from tests.kernels.triton.cases import HOPPER_TRAITS, TOLERANCES, paged_case
+from tests.kernels.triton.cases import HOPPER_TRAITS, TOLERANCES, every_head_size, paged_case, some_head_sizes
 
 MIXED = [(70, 70), (1, 1), (33, 1), (90, 17), (20, 0), (65, 2)]
 OPTIONS = {
@@ -57,9 +57,7 @@ def test_quantized(stored, dtype):
 
 @pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(4, 2, 64), (2, 2, 80), (3, 1, 96), (4, 1, 128), (2, 1, 256)]
-)
+@every_head_size
 def test_all_options_in_every_shape(heads, kv_heads, head_dim, dtype, stored):
     case = paged_case(
         [(90, 21), (18, 1)], heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, stored=stored
@@ -69,7 +67,7 @@ def test_all_options_in_every_shape(heads, kv_heads, head_dim, dtype, stored):
 
 @pytest.mark.parametrize("options", ["plain", "all"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 96), (2, 1, 256)])
+@some_head_sizes
 def test_e4m3_as_hopper_reads_it(heads, kv_heads, head_dim, dtype, options, monkeypatch):
     monkeypatch.setattr(module, "device_traits", lambda _: HOPPER_TRAITS)
     case = paged_case(

@@ -55,13 +55,7 @@ struct DecoderPass {
 class LayerRun {
  public:
   LayerRun(Context& context, const DecoderShape& shape, const DecoderPass& pass, const PagedKV& kv, char* x)
-      : context_(context),
-        shape_(shape),
-        pass_(pass),
-        kv_(kv),
-        x_(x),
-        item_size_(item_size(shape.dtype)),
-        query_starts_(pass.query_starts, pass.query_starts + pass.sequences + 1) {
+      : context_(context), shape_(shape), pass_(pass), kv_(kv), x_(x), item_size_(item_size(shape.dtype)) {
     q_width_ = shape.num_heads * kv.head_dim;
     kv_width_ = kv.num_kv_heads * kv.head_dim;
     const int64_t qkv_width = q_width_ + 2 * kv_width_;
@@ -151,6 +145,7 @@ class LayerRun {
     const int64_t x_bytes = shape_.hidden_size * item_size_, q_bytes = q_width_ * item_size_;
     const int64_t q_stride = q.stride * item_size_;
     positions_.resize(static_cast<size_t>(pass_.wanted_count));
+    query_starts_.assign(static_cast<size_t>(pass_.sequences + 1), 0);
     int64_t sequence = 0;
     for (int64_t i = 0; i < pass_.wanted_count; ++i) {
       const int64_t row = pass_.wanted[i];
