@@ -21,6 +21,8 @@ LIBRARY = "liboctavo_cpu.so"
 
 # No contraction: where a multiply-add is fused is written in the source, never chosen by the compiler.
 COMMON_FLAGS = ["-O3", "-g0", "-std=c++17", "-pthread", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off"]
+# Python's own flags come before these and have signed integers wrap: attention of prompts is a twentieth slower so.
+COMMON_FLAGS += ["-fno-wrapv"]
 # The vector extension's calling convention is never used across units; GCC 12's intrinsics headers warn by mistake.
 VECTOR_FLAGS = [*COMMON_FLAGS, "-Wno-psabi", "-Wno-maybe-uninitialized"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]

@@ -71,8 +71,9 @@ Tile prepare(Pool& pool, const AttentionArgs& args, const Item& item, const Item
   tile.acc_stride = round_up(kv.head_dim, 4 * kLanes);
   tile.value_blocks = (tile.base % kValueBlock + tile.groups * kLanes + kValueBlock - 1) / kValueBlock;
   const int64_t num_halves = 2 * (tile.groups + tile.ahead);
-  const int64_t row_bytes = 4 * (tile.q_stride + tile.score_stride + tile.acc_stride + tile.value_blocks + 16 + 6);
-  const int64_t bytes = num_halves * int64_t{sizeof(Half)} + tile.rows * row_bytes + 9 * 64;
+  const int64_t row_bytes =
+      4 * (tile.q_stride + tile.score_stride + tile.acc_stride + tile.value_blocks + kLanes + 16 + 6);
+  const int64_t bytes = num_halves * int64_t{sizeof(Half)} + tile.rows * row_bytes + 10 * 64;
   char* memory = pool.scratch(thread, static_cast<size_t>(bytes));
   const auto take = [&](int64_t size) {
     char* start = memory;
@@ -84,6 +85,7 @@ Tile prepare(Pool& pool, const AttentionArgs& args, const Item& item, const Item
   tile.last = reinterpret_cast<int64_t*>(take(tile.rows * 8));
   tile.q = take(tile.rows * tile.q_stride * 4);
   tile.q_scales = reinterpret_cast<float*>(take(tile.rows * 4));
+  tile.maxima = reinterpret_cast<float*>(take(tile.rows * kLanes * 4));
   tile.scores = reinterpret_cast<float*>(take(tile.rows * tile.score_stride * 4));
   tile.weight_scales = reinterpret_cast<float*>(take(tile.rows * tile.value_blocks * 4));
   tile.acc = reinterpret_cast<float*>(take(tile.rows * tile.acc_stride * 4));
@@ -101,6 +103,11 @@ Tile prepare(Pool& pool, const AttentionArgs& args, const Item& item, const Item
                                    q + token * args.q_token_stride + head * kv.head_dim, kv.head_dim, tile.q_stride);
     tile.q_scales[row] = args.scale * q_scale;
   }
+  // Rows are in the order of their positions, and so are the ends of what they attend to.
+  const int64_t width = score_width(tile.rows <= kFewRows ? 1 : kRows);
+  tile.shared_end = tile.last[0] / kLanes / width * width;
+  tile.shared_begin = least(round_up((tile.first[tile.rows - 1] + kLanes - 1) / kLanes, width), tile.shared_end);
+  for (int64_t row = 0; row < tile.rows; ++row) store(tile.maxima + row * kLanes, splat(-__builtin_inff()));
   for (int64_t i = 0; i < tile.rows * tile.acc_stride; i += kLanes) store(tile.acc + i, zero());
   return tile;
 }
@@ -122,8 +129,8 @@ void item(void* context, int64_t index, int thread) {
   const Tile tile = prepare<T, M>(*job.pool, args, item, next, thread);
   if (args.kv.block_size % kLanes != 0) {
     weigh<M, kEight>(tile);
-  } else if (M::kScaled && args.kv.block_size == kSixteen) {
-    weigh<M, M::kScaled ? kSixteen : kMore>(tile);  // floats know no difference
+  } else if (M::kStep > 1 && args.kv.block_size == kSixteen) {
+    weigh<M, (M::kStep > 1 ? kSixteen : kMore)>(tile);  // single rows know no difference
   } else {
     weigh<M, kMore>(tile);
   }

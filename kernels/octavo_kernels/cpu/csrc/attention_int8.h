@@ -136,19 +136,12 @@ struct Integers {
     return scale;
   }
 
-  // Writes the scale of weights whose magnitudes' bits are given; returns what to multiply them by. The rules are
-  // those of quantize_group.
+  // Writes the scale of weights whose magnitudes' bits are given; returns what to multiply them by.
   static OCTAVO_INLINE float start_weights(U magnitudes, float* scale) {
-    const uint32_t top = static_cast<uint32_t>(largest_of(magnitudes));
-    float magnitude;
-    __builtin_memcpy(&magnitude, &top, 4);
-    const bool is_finite = top < 0x7f800000u, is_some = is_finite && magnitude >= 0x1p-100f;
-    *scale = is_some ? magnitude / kLargest : is_finite ? 0.0f : __builtin_nanf("");
-    return is_some ? kLargest / magnitude : 0.0f;
+    return linear_int8::start_group<kLargest>(magnitudes, scale);
   }
   static OCTAVO_INLINE void write_weights(Probability* to, F weights, float inverse) {
-    const F magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    narrow(to, as_uint(weights * splat(inverse) + magic) - as_uint(magic));
+    narrow(to, linear_int8::round_scaled(weights, splat(inverse)));
   }
 
   static OCTAVO_INLINE U start(const float*) { return splat_u(0); }

@@ -110,9 +110,14 @@ struct Paired : FloatSums {
                                        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     a += d * stride;
     b += d * stride;
-    __m256i upper = _mm256_setzero_si256();
-    if (d + 1 < head_dim) upper = row<SPAN>(a + stride, b + stride);
-    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(row<SPAN>(a, b)), upper, 1);
+    const bool is_last = d + 1 == head_dim;
+    __m512i both;
+    if constexpr (SPAN == kSixteen) {
+      both = _mm512_maskz_loadu_epi16(is_last ? 0xffffu : ~__mmask32{0}, a);
+    } else {
+      const __m256i upper = is_last ? _mm256_setzero_si256() : row<SPAN>(a + stride, b + stride);
+      both = _mm512_inserti64x4(_mm512_castsi256_si512(row<SPAN>(a, b)), upper, 1);
+    }
     return {(vu)_mm512_permutexvar_epi16(_mm512_loadu_si512(order), both)};
   }
   template <int SPAN>

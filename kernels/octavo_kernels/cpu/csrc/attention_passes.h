@@ -42,10 +42,21 @@ OCTAVO_INLINE void score_tile(const Tile& tile, int64_t row, int64_t group) {
   if (d < head_dim) step(d, head_dim);
   F scales[P];
   OCTAVO_UNROLL for (int p = 0; p < P; ++p) scales[p] = M::template key_scales<SPAN>(tile.halves + 2 * (group + p));
-  OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
-    float* scores = tile.scores + (row + r) * tile.score_stride + group * kLanes;
-    const F scale = splat(tile.q_scales[row + r]);
-    OCTAVO_UNROLL for (int p = 0; p < P; ++p) store(scores + p * kLanes, M::score(acc[r][p], scale, scales[p]));
+  // What is read of `tile` is read first: what is written might lie there, for all that compilers know.
+  const int64_t stride = tile.score_stride;
+  const float* q_scales = tile.q_scales + row;
+  float* scores = tile.scores + row * stride + group * kLanes;
+  float* maxima = tile.maxima + row * kLanes;
+  const bool is_shared = tile.is_shared(group);
+  OCTAVO_UNROLL for (int r = 0; r < R; ++r, scores += stride, maxima += kLanes) {
+    const F scale = splat(q_scales[r]);
+    F top = load(maxima);
+    OCTAVO_UNROLL for (int p = 0; p < P; ++p) {
+      const F score = M::score(acc[r][p], scale, scales[p]);
+      store(scores + p * kLanes, score);
+      top = maximum(score, top);
+    }
+    if (is_shared) store(maxima, top);
   }
 }
 
@@ -126,15 +137,19 @@ OCTAVO_INLINE void over_groups(Range range, const Edge& edge, const Whole& whole
   for (; group < end; ++group) edge(group);
 }
 
-OCTAVO_INLINE F largest_score(const float* scores, Range range) {
+// Only the groups that not all rows attend to are still to be looked at.
+OCTAVO_INLINE F largest_score(const Tile& tile, int64_t row, Range range) {
+  const float* scores = tile.scores + row * tile.score_stride;
   const F lowest = splat(-__builtin_inff());
-  F maxima = lowest;
-  over_groups(
-      range,
-      [&](int64_t group) __attribute__((always_inline)) {
-        maxima = maximum(choose(range.inside(group), load(scores + group * kLanes), lowest), maxima);
-      },
-      [&](int64_t group) __attribute__((always_inline)) { maxima = maximum(load(scores + group * kLanes), maxima); });
+  F maxima = load(tile.maxima + row * kLanes);
+  const auto over = [&](int64_t group, int64_t end) __attribute__((always_inline)) {
+    for (; group < end; ++group) {
+      const F values = load(scores + group * kLanes);
+      maxima = maximum(range.whole(group) ? values : choose(range.inside(group), values, lowest), maxima);
+    }
+  };
+  over(range.first / kLanes, tile.shared_begin);
+  over(tile.shared_end, (range.last + kLanes - 1) / kLanes);
   return splat(largest(maxima));
 }
 
@@ -145,7 +160,7 @@ OCTAVO_INLINE float softmax(const Tile& tile, int64_t row) {
   float* scores = tile.scores + row * tile.score_stride;
   typename M::Probability* out = reinterpret_cast<typename M::Probability*>(scores);
   const Range range{tile.first[row], tile.last[row]};
-  const F top = largest_score(scores, range);
+  const F top = largest_score(tile, row, range);
   F total = zero();
   ValueFetch fetch(tile, row, sizeof(typename M::Item));
   const auto weigh = [&](int64_t group, F p) __attribute__((always_inline)) {
@@ -171,7 +186,7 @@ OCTAVO_INLINE float softmax_scaled(const Tile& tile, int64_t row) {
   float* scores = tile.scores + row * tile.score_stride;
   typename M::Probability* out = reinterpret_cast<typename M::Probability*>(scores);
   const Range range{tile.first[row], tile.last[row]};
-  const F top = largest_score(scores, range);
+  const F top = largest_score(tile, row, range);
   const U no_sign = splat_u(0x7fffffff);
   F total = zero();
   ValueFetch fetch(tile, row, sizeof(typename M::Item));

@@ -69,6 +69,9 @@ struct Tile {
   char* q;               // rows x q_stride items: fp32, or 16 bits in pairs
   int64_t q_stride;
   float* q_scales;       // per row: what a score is multiplied by
+  int64_t shared_begin;  // groups [shared_begin, shared_end) are whole for every row: all rows attend to all of them
+  int64_t shared_end;
+  float* maxima;         // rows x 16: the largest scores of those groups, lane by lane
   float* scores;         // rows x score_stride; afterwards the weights of V, fp32 or of 16 bits
   int64_t score_stride;
   float* weight_scales;  // rows x value_blocks: of weights that are 16-bit integers
@@ -76,6 +79,8 @@ struct Tile {
   float* acc;            // rows x acc_stride
   int64_t acc_stride;    // head_dim rounded up to whole register tiles
   float* sums;
+
+  OCTAVO_INLINE bool is_shared(int64_t group) const { return group >= shared_begin && group < shared_end; }
 
   // What is read `ahead` groups behind the scores of a group: K, or else V.
   template <class Item>

@@ -123,22 +123,43 @@ struct Job {
   int64_t k_steps;    // iterations of a tile's loop over K
 };
 
-// Adds bias and residual in fp32, rounds once.
-template <class T>
-OCTAVO_INLINE void finish(const LinearArgs& args, int64_t row, int64_t column, F value) {
-  typedef typename T::item item;
-  const int64_t out_features = args.layer->out_features;
-  const int64_t n = out_features - column;
-  if (n <= 0) return;
-  if (args.layer->bias != nullptr) value = value + load(args.layer->bias + column);
-  if (args.residual != nullptr) {
-    const item* residual = reinterpret_cast<const item*>(args.residual) + row * args.residual_stride + column;
-    value = value + read_some<T>(residual, n);
+// Writes a register tile, of which n columns exist.
+template <class T, int R, int V>
+OCTAVO_INLINE void write_tile(char* out, int64_t stride, int64_t n, const F (&values)[R][V]) {
+  typename T::item* to = reinterpret_cast<typename T::item*>(out);
+  OCTAVO_UNROLL for (int r = 0; r < R; ++r, to += stride) {
+    if (n >= V * kLanes) {
+      OCTAVO_UNROLL for (int j = 0; j < V; ++j) T::write(to + j * kLanes, values[r][j]);
+    } else {
+      for (int j = 0; j * kLanes < n; ++j) write_some<T>(to + j * kLanes, values[r][j], n - j * kLanes);
+    }
   }
-  if (args.layer->out_dtype == T::dtype) {
-    write_some<T>(reinterpret_cast<item*>(args.out) + row * out_features + column, value, n);
+}
+
+// Adds bias and residual to a register tile in fp32, rounds once and writes it. All that is read of `args` is read
+// first: what is written might lie there, for all that compilers know.
+template <class T, int R, int V>
+OCTAVO_INLINE void finish(const LinearArgs& args, int64_t row, int64_t column, F (&values)[R][V]) {
+  typedef typename T::item item;
+  const PackedLinear& layer = *args.layer;
+  const int64_t stride = layer.out_features, n = stride - column;
+  if (n <= 0) return;
+  if (layer.bias != nullptr)
+    OCTAVO_UNROLL for (int j = 0; j < V; ++j) {
+      const F bias = load(layer.bias + column + j * kLanes);
+      OCTAVO_UNROLL for (int r = 0; r < R; ++r) values[r][j] = values[r][j] + bias;
+    }
+  if (args.residual != nullptr) {
+    const int64_t step = args.residual_stride;
+    const item* residual = reinterpret_cast<const item*>(args.residual) + row * step + column;
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r, residual += step)
+      OCTAVO_UNROLL for (int j = 0; j < V; ++j)
+        if (j * kLanes < n) values[r][j] = values[r][j] + read_some<T>(residual + j * kLanes, n - j * kLanes);
+  }
+  if (layer.out_dtype == T::dtype) {
+    write_tile<T>(args.out + (row * stride + column) * int64_t{sizeof(item)}, stride, n, values);
   } else {
-    write_some<F32>(reinterpret_cast<float*>(args.out) + row * out_features + column, value, n);
+    write_tile<F32>(args.out + (row * stride + column) * int64_t{sizeof(float)}, stride, n, values);
   }
 }
 
@@ -165,9 +186,7 @@ void tile(const Job& job, int64_t panel, int64_t row, Ahead& ahead) {
       const float* a = reinterpret_cast<const float*>(job.a) + row * job.a_stride;
       WidenedTile::run<T, R, V>(a, job.a_stride, columns, layer.in_features, ahead, acc);
     }
-    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
-      OCTAVO_UNROLL for (int j = 0; j < V; ++j)
-        finish<T>(args, row + r, panel * kPanelColumns + (first + j) * kLanes, acc[r][j]);
+    finish<T>(args, row, panel * kPanelColumns + first * kLanes, acc);
     ahead.at += ahead.step * job.k_steps;
   }
 }

@@ -172,9 +172,7 @@ void tile(const Job& job, int64_t panel, int64_t row, Ahead& ahead) {
         }
       }
     }
-    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
-      OCTAVO_UNROLL for (int j = 0; j < V; ++j)
-        linear::finish<T>(*job.args, row + r, panel * kPanelColumns + (first + j) * kLanes, total[r][j]);
+    linear::finish<T>(*job.args, row, panel * kPanelColumns + first * kLanes, total);
   }
 }
 

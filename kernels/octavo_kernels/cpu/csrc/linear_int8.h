@@ -113,11 +113,6 @@ struct Halves {
   }
 };
 
-// Rows of one of several register tiles. Sums of groups stand beside their totals: fewer rows fit the registers.
-template <class X, bool GROUPED>
-constexpr int kRowsAtOnce =
-    GROUPED && X::kTileRows * X::tile_vectors(X::kTileRows) > 16 ? X::kTileRows / 2 : X::kTileRows;
-
 struct Job {
   const LinearArgs* args;
   char* x;               // quantized rows
@@ -130,38 +125,62 @@ struct Job {
   int64_t chunk_rows;
 };
 
-// Writes a group's integers, its scale and the integers' sum. The scale is the largest magnitude over LARGEST. A group
-// that is nothing but zeros (or next to it) has scale 0; one that holds an infinity or a NaN has scale NaN, so that the
-// row becomes NaN.
-template <class T, class X, int LARGEST = 127>
-OCTAVO_INLINE void quantize_group(const typename T::item* x, int64_t n, typename X::item* to, float* scale,
-                                  int32_t* sum) {
-  U largest = splat_u(0);  // magnitudes compare as integers, NaN above all
-  const int64_t whole = n / kLanes * kLanes;
-  const U no_sign = splat_u(0x7fffffff);
-  for (int64_t k = 0; k < whole; k += kLanes) largest = larger_signed(largest, as_uint(T::read(x + k)) & no_sign);
-  if (whole < n) largest = larger_signed(largest, as_uint(read_some<T>(x + whole, n - whole)) & no_sign);
-  const uint32_t top = static_cast<uint32_t>(largest_of(largest));
+// Writes the scale of values whose magnitudes' bits are given, the largest of them over LARGEST; returns what to
+// multiply values by, or 0 where all become zeros. Values that are nothing but zeros (or next to it) have scale 0;
+// those that hold an infinity or a NaN have scale NaN, so that their row becomes NaN.
+template <int LARGEST>
+OCTAVO_INLINE float start_group(U magnitudes, float* scale) {
+  const uint32_t top = static_cast<uint32_t>(largest_of(magnitudes));
   float magnitude;
   __builtin_memcpy(&magnitude, &top, 4);
   const bool is_finite = top < 0x7f800000u, is_some = is_finite && magnitude >= 0x1p-100f;
   *scale = is_some ? magnitude / LARGEST : is_finite ? 0.0f : __builtin_nanf("");
+  return is_some ? LARGEST / magnitude : 0.0f;
+}
+
+// To nearest even.
+OCTAVO_INLINE U round_scaled(F values, F inverse) {
+  const F magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  return as_uint(values * inverse + magic) - as_uint(magic);
+}
+
+// Writes a group's integers, its scale (see start_group) and the integers' sum.
+template <class T, class X, int LARGEST = 127>
+OCTAVO_INLINE void quantize_group(const typename T::item* x, int64_t n, typename X::item* to, float* scale,
+                                  int32_t* sum) {
+  constexpr int kVectors = 4;  // most groups are as long: they are read once
+  const U no_sign = splat_u(0x7fffffff);
+  const bool is_short = n == kVectors * kLanes;
+  F values[kVectors];
+  U largest = splat_u(0);  // magnitudes compare as integers, NaN above all
+  if (is_short) {
+    OCTAVO_UNROLL for (int i = 0; i < kVectors; ++i) {
+      values[i] = T::read(x + i * kLanes);
+      largest = larger_signed(largest, as_uint(values[i]) & no_sign);
+    }
+  } else {
+    for (int64_t k = 0; k < n; k += kLanes)
+      largest = larger_signed(largest, as_uint(read_some<T>(x + k, n - k)) & no_sign);
+  }
+  const float inverse = start_group<LARGEST>(largest, scale);
   *sum = 0;
-  if (!is_some) {
+  if (inverse == 0.0f) {
     for (int64_t k = 0; k < n; k += kLanes) X::write(to + k, splat_u(0));
     return;
   }
-  const F inverse = splat(LARGEST / magnitude), magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds
   U total = splat_u(0);
-  for (int64_t k = 0; k < whole; k += kLanes) {
-    const U value = as_uint(T::read(x + k) * inverse + magic) - as_uint(magic);
-    total = total + value;
-    X::write(to + k, value);
-  }
-  if (whole < n) {
-    const U value = as_uint(read_some<T>(x + whole, n - whole) * inverse + magic) - as_uint(magic);
-    total = total + value;
-    X::write(to + whole, value);
+  if (is_short) {
+    OCTAVO_UNROLL for (int i = 0; i < kVectors; ++i) {
+      const U value = round_scaled(values[i], splat(inverse));
+      total = total + value;
+      X::write(to + i * kLanes, value);
+    }
+  } else {
+    for (int64_t k = 0; k < n; k += kLanes) {
+      const U value = round_scaled(read_some<T>(x + k, n - k), splat(inverse));
+      total = total + value;
+      X::write(to + k, value);
+    }
   }
   *sum = static_cast<int32_t>(sum_of(total));
 }
@@ -185,41 +204,44 @@ template <class T, class X, int R, bool GROUPED>
 void tile(const Job& job, int64_t panel, int64_t row, Ahead& ahead) {
   const PackedLinear& layer = *job.args->layer;
   constexpr int V = X::tile_vectors(R);
-  const typename X::item* x = reinterpret_cast<const typename X::item*>(job.x) + row * job.x_stride;
-  const float* scales = job.scales + row * job.groups;
-  const int32_t* corrections = job.corrections + row * job.groups;
-  const int64_t group_steps = layer.group / 4;
+  const int64_t groups = GROUPED ? job.groups : 1, x_stride = job.x_stride;
+  const typename X::item* x = reinterpret_cast<const typename X::item*>(job.x) + row * x_stride;
+  const float* scales = job.scales + row * groups;
+  const int32_t* corrections = job.corrections + row * groups;
+  const int64_t group_steps = layer.group / 4, k_steps = job.k_steps;
   for (int first = 0; first < 3; first += V) {
     const char* w = layer.data + panel * layer.panel_bytes + first * 4 * kLanes;
-    F total[R][V];
-    if constexpr (GROUPED)
-      OCTAVO_UNROLL for (int r = 0; r < R; ++r)
-        OCTAVO_UNROLL for (int j = 0; j < V; ++j) total[r][j] = zero();
-    for (int64_t g = 0; g < (GROUPED ? job.groups : 1); ++g) {
+    const int64_t column = panel * kPanelColumns + first * kLanes;
+    // Totals of groups lie in memory, where registers would not hold them beside the sums.
+    alignas(64) float totals[GROUPED ? R : 1][GROUPED ? V : 1][kLanes] = {};
+    F values[R][V];
+    for (int64_t g = 0; g < groups; ++g) {
       const int64_t done = g * group_steps;
-      const int64_t steps = GROUPED && group_steps < job.k_steps - done ? group_steps : job.k_steps - done;
+      const int64_t steps = GROUPED && group_steps < k_steps - done ? group_steps : k_steps - done;
       U acc[R][V];
       OCTAVO_UNROLL for (int r = 0; r < R; ++r)
         OCTAVO_UNROLL for (int j = 0; j < V; ++j)
-          acc[r][j] = splat_u(static_cast<uint32_t>(corrections[r * job.groups + g]));
-      X::template dot<R, V>(x + 4 * done, job.x_stride, w + 4 * done * kPanelColumns, steps, ahead, acc);
+          acc[r][j] = splat_u(static_cast<uint32_t>(corrections[r * groups + g]));
+      X::template dot<R, V>(x + 4 * done, x_stride, w + 4 * done * kPanelColumns, steps, ahead, acc);
       OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
-        const F scale = splat(scales[r * job.groups + g]);
+        const F scale = splat(scales[r * groups + g]);
         OCTAVO_UNROLL for (int j = 0; j < V; ++j) {
           if constexpr (GROUPED) {
-            total[r][j] = fma(scale, to_float(acc[r][j]), total[r][j]);
+            store(totals[r][j], fma(scale, to_float(acc[r][j]), load(totals[r][j])));
           } else {
-            total[r][j] = scale * to_float(acc[r][j]);
+            values[r][j] = scale * to_float(acc[r][j]);
           }
         }
       }
+      if (GROUPED) asm volatile("" ::: "memory");  // else compilers take totals out of memory, and sums into it
       ahead.at += ahead.step * steps;
     }
-    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
-      OCTAVO_UNROLL for (int j = 0; j < V; ++j) {
-        const int64_t column = panel * kPanelColumns + (first + j) * kLanes;
-        linear::finish<T>(*job.args, row + r, column, total[r][j] * load(layer.scales + column));
-      }
+    OCTAVO_UNROLL for (int j = 0; j < V; ++j) {
+      const F scale = load(layer.scales + column + j * kLanes);
+      OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+        values[r][j] = (GROUPED ? load(totals[r][j]) : values[r][j]) * scale;
+    }
+    linear::finish<T>(*job.args, row, column, values);
   }
 }
 
@@ -241,14 +263,12 @@ void item(void* context, int64_t index, int) {
   const int64_t panel = index / job.chunks;
   int64_t row = (index % job.chunks) * job.chunk_rows;
   const int64_t end = row + job.chunk_rows < job.args->rows ? row + job.chunk_rows : job.args->rows;
-  constexpr int kMany = kRowsAtOnce<X, GROUPED>;
-  const bool is_single = end - row <= X::kTileRows;  // then weights are read once, whatever the sums cost
-  const int64_t tiles = is_single ? 1 : (end - row + kMany - 1) / kMany;
+  const int64_t tiles = (end - row + X::kTileRows - 1) / X::kTileRows;
   Ahead ahead = linear::fetch_ahead(*job.args->layer, panel, index % job.chunks, job.chunks, tiles, job.k_steps,
                                     end - row < X::kTileRows / 2);
-  if (!is_single)
-    for (; row + kMany <= end; row += kMany) tile<T, X, kMany, GROUPED>(job, panel, row, ahead);
-  last_tile<T, X, X::kTileRows, GROUPED>(job, panel, row, end - row, ahead);
+  for (; row + X::kTileRows <= end; row += X::kTileRows)
+    tile<T, X, X::kTileRows, GROUPED>(job, panel, row, ahead);
+  last_tile<T, X, X::kTileRows - 1, GROUPED>(job, panel, row, end - row, ahead);
 }
 
 template <class T, class X>
