@@ -131,7 +131,9 @@ OCTAVO_INLINE void write_tile(char* out, int64_t stride, int64_t n, const F (&va
     if (n >= V * kLanes) {
       OCTAVO_UNROLL for (int j = 0; j < V; ++j) T::write(to + j * kLanes, values[r][j]);
     } else {
-      for (int j = 0; j * kLanes < n; ++j) write_some<T>(to + j * kLanes, values[r][j], n - j * kLanes);
+      // Not a loop up to n: values that are chosen at run time lie in memory, and so would the sums they come from.
+      OCTAVO_UNROLL for (int j = 0; j < V; ++j)
+        if (j * kLanes < n) write_some<T>(to + j * kLanes, values[r][j], n - j * kLanes);
     }
   }
 }
