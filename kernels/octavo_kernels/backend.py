@@ -435,6 +435,15 @@ class Backend(Protocol):
         """
         ...
 
+    def linear_argmax(self, layer: Linear, x: Tensor) -> Tensor:
+        """The greatest result of a linear layer in each row: what `gumbel_argmax` gives of `layer(x)` at temperature 0,
+        but the results themselves need never lie in memory.
+
+        layer: of this backend, with results of fp32; x: (T, in_features), as the layer takes it. Returns (T,) int64,
+        the lowest column of several; -1 for a row that has a NaN, a +inf or nothing but -inf.
+        """
+        ...
+
     def gumbel_argmax(
         self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, least: Tensor | None = None
     ) -> Tensor:

@@ -19,6 +19,7 @@ from octavo_kernels.backend import (
     DecoderShape,
     KVLayout,
     LayerKV,
+    Linear,
 )
 from octavo_kernels.composed import rotary_write_kv
 from octavo_kernels.decode_state import DecodeColumns, DecodeInputs, DecodeState, advance_decode
@@ -194,6 +195,9 @@ class ReferenceBackend:
     def least_kept(self, logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         return least_kept(logits, temperatures, top_k, top_p, min_p)
 
+    def linear_argmax(self, layer: Linear, x: Tensor) -> Tensor:
+        return _finite_argmax(layer(x))
+
     def gumbel_argmax(
         self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, least: Tensor | None = None
     ) -> Tensor:
@@ -205,8 +209,7 @@ class ReferenceBackend:
         divisor = torch.where(greedy, 1.0, temperatures)[:, None]
         noise = gumbel_noise(seeds, positions, logits.shape[1])
         scores = (logits - top) / divisor + torch.where(greedy[:, None], 0.0, noise)
-        ids = _first_argmax(scores)
-        return torch.where(top[:, 0].isfinite(), ids, -1)
+        return torch.where(top[:, 0].isfinite(), _first_argmax(scores), -1)
 
     def ban_tokens(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
         vocab = logits.shape[1]
@@ -233,6 +236,10 @@ def runs(sources: list[int], targets: list[int]) -> Iterator[tuple[int, int, int
             continue
         yield sources[begin], targets[begin], end - begin
         begin = end
+
+
+def _finite_argmax(logits: Tensor) -> Tensor:
+    return torch.where(logits.amax(dim=-1).isfinite(), _first_argmax(logits), -1)
 
 
 def _first_argmax(scores: Tensor) -> Tensor:

@@ -48,6 +48,25 @@ def test_chunks_batches_and_lookahead_give_the_same_tokens(executor: Executor) -
     assert tokens[5] == other
 
 
+def test_greedy_rows_are_the_same_with_logits_and_without(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside one that is drawn, all logits are written; where none is, none are."""
+    asked: list[str] = []
+    for name in ("logits", "greedy"):
+        method = getattr(executor.decoder, name)
+        monkeypatch.setattr(executor.decoder, name, lambda *args, m=method, n=name: (asked.append(n), m(*args))[1])
+    with_logits = prefill(
+        executor,
+        new_sequence(1, PROMPT, [0, 1]),
+        new_sequence(2, PROMPT[:5], [2, 3], temperature=0.9, seed=4),
+        new_sequence(3, PROMPT[3:], [4, 5]),
+    )
+    without = prefill(executor, new_sequence(4, PROMPT, [10, 11]), new_sequence(5, PROMPT[3:], [12, 13]))
+    assert asked == ["logits", "greedy"]
+    assert list(without.token_ids) == [with_logits.token_ids[0], with_logits.token_ids[2]]
+    cold = prefill(executor, new_sequence(6, PROMPT, [20, 21], temperature=1e-12))
+    assert (asked[2:], list(cold.token_ids)) == (["greedy"], [with_logits.token_ids[0]])
+
+
 def test_replay_behind_given_output_goes_on_with_the_same_tokens(executor: Executor) -> None:
     sampling = {"temperature": 0.9, "seed": 123, "top_p": 0.95}
     expected = generate(executor, new_sequence(1, PROMPT, [0, 1, 2, 3], **sampling), 10)

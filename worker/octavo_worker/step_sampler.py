@@ -6,7 +6,7 @@ Which rows a step samples behind, what tokens become of, and what becomes of a s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,13 +19,25 @@ from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels.backend import Backend
 from octavo_worker.bans import Bans, Problem
 from octavo_worker.processors import LogitProcessors
-from octavo_worker.sampler import Likeliest, candidates, finite_rows, log_probabilities, sample
+from octavo_worker.sampler import Likeliest, candidates, finite_rows, is_greedy, log_probabilities, sample
 from octavo_worker.sequences import IntArray, SequenceTable
 
 if TYPE_CHECKING:
     from octavo_worker.grammar import PendingMasks
 
 NOT_FINITE: Problem = (pb.SEQUENCE_ERROR_CODE_NUMERIC, "the model's logits are not finite")
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a model says behind S rows, computed when it is asked for.
+
+    logits: gives (S, vocab) fp32; greedy: gives the ids of the greatest of them alone, (S,) int64, -1 where they are
+    not finite.
+    """
+
+    logits: Callable[[], Tensor]
+    greedy: Callable[[], Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,7 +60,7 @@ class StepSampler:
 
     def sample(
         self,
-        logits: Tensor,
+        head: Head,
         table: SequenceTable,
         rows: IntArray,
         positions: IntArray,
@@ -58,16 +70,19 @@ class StepSampler:
     ) -> SampledRows:
         """Samples one token a row, or finds candidates.
 
-        logits: (S, vocab) fp32, mutated where nothing else needs them; rows: (S,), whose of the table; positions: (S,),
-        where in its sequence a row's token is going to be; sequence_ids: (S,); masks: of their grammars. Candidates and
-        log-probabilities are added to the result.
+        rows: (S,), whose of the table; positions: (S,), where in its sequence a row's token is going to be;
+        sequence_ids: (S,); masks: of their grammars. Candidates and log-probabilities are added to the result.
         """
         params = table.params[rows]
         if _is_plain(params):
-            token_ids = sample(logits, params, positions, self._backend).cpu().numpy()
+            drawn = (
+                head.greedy() if is_greedy(params).all() else sample(head.logits(), params, positions, self._backend)
+            )
+            token_ids = drawn.cpu().numpy()
             is_finite = token_ids >= 0
             left = np.flatnonzero(is_finite)
             return SampledRows(left, token_ids[left], _not_finite(is_finite))
+        logits = head.logits()
         is_finite = finite_rows(logits)
         problems = _not_finite(is_finite)
         left, logits = np.flatnonzero(is_finite), _take(logits, is_finite)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo_kernels.backend import AttentionBatch, DecoderLayer, DecoderShape, KVLayout, LayerKV
+from octavo_kernels.backend import AttentionBatch, DecoderLayer, DecoderShape, KVLayout, LayerKV, Linear
 from octavo_kernels.composed import rotary_write_kv
 from octavo_kernels.cpu.checks import DTYPES, check_batch, check_column, check_rotary_table, dtype_code, refuse
 from octavo_kernels.cpu.layers import CpuDecoderLayers
@@ -319,6 +319,11 @@ class CpuBackend:
 
     def least_kept(self, logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         return least_kept(logits, temperatures, top_k, top_p, min_p)
+
+    def linear_argmax(self, layer: Linear, x: Tensor) -> Tensor:
+        if not isinstance(layer, CpuLinear):
+            raise InvalidArgumentError(f"layer is a {type(layer).__name__}; one of the cpu backend is needed")
+        return layer.argmax(x)
 
     def gumbel_argmax(
         self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, least: Tensor | None = None

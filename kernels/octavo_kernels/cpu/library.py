@@ -96,6 +96,7 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "octavo_linear_create_int8": (_P, _I, _I, _P, _N, _N, _N, _P, _N, POINTER(c_void_p)),
     "octavo_linear_create_int4": (_P, _I, _I, _P, _P, _P, _N, _N, _P, POINTER(c_void_p)),
     "octavo_linear": (_P, _P, _P, _N, _N, _P, _N, _P),
+    "octavo_linear_argmax": (_P, _P, _P, _N, _N, _P),
     "octavo_decoder_layers": (_P, _SHAPE, _LAYERS, _KV, _N, _PASS, _P),
     "octavo_rms_norm": (_P, _I, _I, _P, _N, _N, _N, _N, _N, _P, c_float, _P),
     "octavo_rotary": (_P, _I, _P, _N, _N, _N, _N, _P, _P, _N, _N),

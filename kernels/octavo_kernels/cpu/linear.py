@@ -70,8 +70,7 @@ class CpuLinear:
         weakref.finalize(self, library.octavo_linear_destroy, handle).atexit = False
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if x.dtype is not self.dtype or x.dim() != 2 or x.shape[1] != self.in_features or x.stride(1) != 1:
-            refuse("x", x, f"(rows, {self.in_features}) of {self.dtype}, the last dimension contiguous, is needed")
+        self._check_rows(x)
         rows = x.shape[0]
         out = torch.empty((rows, self.out_features), dtype=self.out_dtype)
         if rows == 0:
@@ -96,6 +95,21 @@ class CpuLinear:
             )
         )
         return out
+
+    def argmax(self, x: Tensor) -> Tensor:
+        """`Backend.linear_argmax`."""
+        self._check_rows(x)
+        if self.out_dtype is not torch.float32:
+            raise InvalidArgumentError(f"the layer gives {self.out_dtype}; what is compared must be float32")
+        out = torch.empty(x.shape[0], dtype=torch.int64)
+        if x.shape[0]:
+            call = self._backend.library.octavo_linear_argmax
+            self._backend.check(call(self._context, self.handle, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr()))
+        return out
+
+    def _check_rows(self, x: Tensor) -> None:
+        if x.dtype is not self.dtype or x.dim() != 2 or x.shape[1] != self.in_features or x.stride(1) != 1:
+            refuse("x", x, f"(rows, {self.in_features}) of {self.dtype}, the last dimension contiguous, is needed")
 
 
 def _weight_shape(weight: Tensor | Int4Weight) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from octavo_kernels.backend import AttentionBatch, DecoderLayer, DecoderShape, KVLayout, LayerKV
+from octavo_kernels.backend import AttentionBatch, DecoderLayer, DecoderShape, KVLayout, LayerKV, Linear
 from octavo_kernels.decode_state import DecodeColumns, DecodeInputs, DecodeState
 from octavo_kernels.int4 import Int4Weight
 from octavo_kernels.layers import ComposedLayers
@@ -152,6 +152,10 @@ class TritonBackend:
 
     def least_kept(self, logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
         return least_kept(logits, temperatures, top_k, top_p, min_p)
+
+    def linear_argmax(self, layer: Linear, x: Tensor) -> Tensor:
+        zeros = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        return gumbel_argmax(layer(x), zeros.to(torch.float32), zeros, zeros)
 
     def gumbel_argmax(
         self,

@@ -52,6 +52,16 @@ def test_linear(backend, reference, dtype, has_bias):
     assert (layer.in_features, layer.out_features) == (50, 30)
 
 
+def test_linear_argmax(backend, reference):
+    """Whole numbers, so that results are exact and many of them equal."""
+    weight = torch.randint(-2, 3, (100, 8), generator=torch.Generator().manual_seed(1)).float()
+    x = torch.randint(-2, 3, (9, 8), generator=torch.Generator().manual_seed(2)).float()
+    x[4, 0] = float("nan")
+    found = backend.linear_argmax(backend.linear(weight), x)
+    assert torch.equal(found, reference.linear_argmax(reference.linear(weight), x))
+    assert found[4] == -1
+
+
 def test_linear_refuses(backend):
     with pytest.raises(InvalidArgumentError, match="bias has shape"):
         backend.linear(torch.ones(3, 4), torch.ones(4))

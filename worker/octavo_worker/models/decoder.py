@@ -106,5 +106,12 @@ class Decoder:
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Logits of some rows of what `hidden` gives, hidden: (T, hidden); rows: (R,) int64. Returns (R, num_sampled)
         fp32; a row's bits do not depend on the others."""
-        x = self._backend.rms_norm(hidden.index_select(0, rows), self._norm, self.config.rms_norm_eps)
-        return self._head(x)
+        return self._head(self._normed(hidden, rows))
+
+    @torch.inference_mode()
+    def greedy(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """The ids of the greatest `logits`, (R,) int64; -1 where these are not finite."""
+        return self._backend.linear_argmax(self._head, self._normed(hidden, rows))
+
+    def _normed(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        return self._backend.rms_norm(hidden.index_select(0, rows), self._norm, self.config.rms_norm_eps)

@@ -2,8 +2,10 @@
 // set, owns pools and packed layers. Functions return 0, or a Status with a message in octavo_last_error().
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 
 #include "arena.h"
@@ -264,6 +266,41 @@ OCTAVO_API int32_t octavo_linear(void* context, void* linear, const void* x, int
                           static_cast<const char*>(residual), residual_stride, static_cast<char*>(out)};
     Pool::Session session(ctx.pool);
     ctx.linear(args);
+  });
+}
+
+// The column of the greatest result in each row, the lowest of several; -1 where there is a NaN or the greatest is not
+// finite. Results are those of octavo_linear, and stay where they are made.
+OCTAVO_API int32_t octavo_linear_argmax(void* context, void* linear, const void* x, int64_t x_stride, int64_t rows,
+                                        int64_t* out) {
+  return guarded([&] {
+    Context& ctx = *static_cast<Context*>(context);
+    const PackedLinear& layer = *static_cast<const PackedLinear*>(linear);
+    Pool::Session session(ctx.pool);
+    const size_t count = static_cast<size_t>(rows * layer.num_panels);
+    char* memory = ctx.activations.grow(count * sizeof(Winner) + static_cast<size_t>(rows) * sizeof(float));
+    const Winners winners{reinterpret_cast<Winner*>(memory),
+                          reinterpret_cast<float*>(memory + count * sizeof(Winner))};
+    constexpr float kLowest = -std::numeric_limits<float>::infinity();
+    std::fill_n(winners.panels, count, Winner{kLowest, 0});
+    std::fill_n(winners.bests, rows, kLowest);
+    ctx.linear({&layer, static_cast<const char*>(x), x_stride, rows, nullptr, 0, nullptr, &winners});
+    struct Job {
+      const Winner* winners;
+      int64_t panels;
+      int64_t* out;
+    } job{winners.panels, layer.num_panels, out};
+    ctx.pool.run(
+        rows,
+        [](void* of, int64_t row, int) {
+          const Job& job = *static_cast<const Job*>(of);
+          const Winner* winners = job.winners + row * job.panels;
+          Winner best = winners[0];
+          for (int64_t panel = 1; panel < job.panels; ++panel)
+            if (!(winners[panel].value <= best.value || std::isnan(best.value))) best = winners[panel];
+          job.out[row] = std::isfinite(best.value) ? best.column : -1;
+        },
+        &job);
   });
 }
 

@@ -40,6 +40,19 @@ struct PackedLinear {
   int64_t group;  // weights of 8 bits: K that share a scale of the activations, a multiple of 64
 };
 
+// The greatest result of a row among those of one panel, NaN where one of them is, and the lowest column that has it.
+struct Winner {
+  float value;
+  int32_t column;
+};
+
+// Where the greatest results of a linear layer's rows are written. bests: what was found of each row so far, by any
+// thread, or less: a panel whose results are all below it need not write any.
+struct Winners {
+  Winner* panels;  // rows x num_panels
+  float* bests;    // rows
+};
+
 struct LinearArgs {
   const PackedLinear* layer;
   const char* x;  // rows of the layer's dtype
@@ -47,7 +60,8 @@ struct LinearArgs {
   int64_t rows;
   const char* residual;  // null, or rows of the layer's dtype, which is out_dtype then
   int64_t residual_stride;
-  char* out;  // contiguous
+  char* out;               // contiguous
+  const Winners* winners;  // null, or where these are written instead of results
 };
 
 // Rows are (outer, inner) pairs, so that the heads of a strided projection need no copy. `out` is contiguous.

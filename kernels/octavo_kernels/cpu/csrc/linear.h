@@ -138,6 +138,26 @@ OCTAVO_INLINE void write_tile(char* out, int64_t stride, int64_t n, const F (&va
   }
 }
 
+// Writes the winners of a panel's columns from `column` on, vectors * 16 of them, among those that stand before them in
+// the panel. Out of line, with results in memory: it is rare, and what results come from stays in registers.
+__attribute__((noinline)) void write_winners(const LinearArgs& args, int64_t row, int64_t column, const float* results,
+                                             int rows, int vectors) {
+  const PackedLinear& layer = *args.layer;
+  Winner* winners = args.winners->panels + row * layer.num_panels + column / kPanelColumns;
+  float* bests = args.winners->bests + row;
+  const int64_t n = layer.out_features - column, count = n < vectors * kLanes ? n : vectors * kLanes;
+  for (int r = 0; r < rows; ++r, ++bests, winners += layer.num_panels, results += vectors * kLanes) {
+    Winner found{results[0], 0};
+    for (int64_t i = 1; i < count; ++i)
+      if (!(results[i] <= found.value || found.value != found.value)) found = {results[i], static_cast<int32_t>(i)};
+    found.column += static_cast<int32_t>(column);
+    if (!(found.value <= winners->value || winners->value != winners->value)) *winners = found;
+    float best;
+    __atomic_load(bests, &best, __ATOMIC_RELAXED);
+    if (found.value > best) __atomic_store(bests, &found.value, __ATOMIC_RELAXED);
+  }
+}
+
 // Adds bias and residual to a register tile in fp32, rounds once and writes it. All that is read of `args` is read
 // first: what is written might lie there, for all that compilers know.
 template <class T, int R, int V>
@@ -158,7 +178,19 @@ OCTAVO_INLINE void finish(const LinearArgs& args, int64_t row, int64_t column, F
       OCTAVO_UNROLL for (int j = 0; j < V; ++j)
         if (j * kLanes < n) values[r][j] = values[r][j] + read_some<T>(residual + j * kLanes, n - j * kLanes);
   }
-  if (layer.out_dtype == T::dtype) {
+  if (args.winners != nullptr) {
+    bool is_below = n >= V * kLanes;
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r) {
+      float best;
+      __atomic_load(args.winners->bests + row + r, &best, __ATOMIC_RELAXED);
+      OCTAVO_UNROLL for (int j = 0; j < V; ++j) is_below &= all_less(values[r][j], splat(best));
+    }
+    if (is_below) return;
+    float results[R][V * kLanes];
+    OCTAVO_UNROLL for (int r = 0; r < R; ++r)
+      OCTAVO_UNROLL for (int j = 0; j < V; ++j) store(results[r] + j * kLanes, values[r][j]);
+    write_winners(args, row, column, results[0], R, V);
+  } else if (layer.out_dtype == T::dtype) {
     write_tile<T>(args.out + (row * stride + column) * int64_t{sizeof(item)}, stride, n, values);
   } else {
     write_tile<F32>(args.out + (row * stride + column) * int64_t{sizeof(float)}, stride, n, values);

@@ -125,6 +125,17 @@ OCTAVO_INLINE U less(F a, F b) {
   OCTAVO_PARTS r.part[i] = (vu)(a.part[i] < b.part[i]);
   return r;
 }
+// Whether that is so in all lanes; not where there is a NaN.
+OCTAVO_INLINE bool all_less(F a, F b) {
+#if OCTAVO_VECTOR_BYTES == 64
+  return _mm512_cmp_ps_mask((__m512)a.part[0], (__m512)b.part[0], _CMP_NLT_UQ) == 0;
+#else
+  uint32_t lanes[kLanes], all = ~0u;
+  store_u(lanes, less(a, b));
+  for (int i = 0; i < kLanes; ++i) all &= lanes[i];
+  return all != 0;
+#endif
+}
 OCTAVO_INLINE U is_nan(F a) {
   U r;
   OCTAVO_PARTS r.part[i] = (vu)(a.part[i] != a.part[i]);
@@ -143,10 +154,14 @@ OCTAVO_INLINE U choose(U mask, U a, U b) {
 OCTAVO_INLINE F choose(U mask, F a, F b) { return as_float(choose(mask, as_uint(a), as_uint(b))); }
 OCTAVO_INLINE F keep(U mask, F a) { return as_float(as_uint(a) & mask); }
 OCTAVO_INLINE bool any(U mask) {
+#if OCTAVO_VECTOR_BYTES == 64
+  return _mm512_test_epi32_mask((__m512i)mask.part[0], (__m512i)mask.part[0]) != 0;
+#else
   uint32_t lanes[kLanes], all = 0;
   store_u(lanes, mask);
   for (int i = 0; i < kLanes; ++i) all |= lanes[i];
   return all != 0;
+#endif
 }
 
 // a * b + c. Targets without a fused form round twice, always.
@@ -200,12 +215,17 @@ OCTAVO_INLINE float sum(F a) {
     for (int i = 0; i < step; ++i) lane[i] += lane[i + step];
   return lane[0];
 }
+// Of numbers without NaN.
 OCTAVO_INLINE float largest(F a) {
+#if OCTAVO_VECTOR_BYTES == 64
+  return _mm512_reduce_max_ps((__m512)a.part[0]);
+#else
   float lane[kLanes];
   store(lane, a);
   float result = lane[0];
   for (int i = 1; i < kLanes; ++i) result = lane[i] > result ? lane[i] : result;
   return result;
+#endif
 }
 
 OCTAVO_INLINE U larger_signed(U a, U b) {
