@@ -196,7 +196,10 @@ class ReferenceBackend:
         return least_kept(logits, temperatures, top_k, top_p, min_p)
 
     def linear_argmax(self, layer: Linear, x: Tensor) -> Tensor:
-        return _finite_argmax(layer(x))
+        results = layer(x)
+        if results.dtype is not torch.float32:
+            raise InvalidArgumentError(f"the layer gives {results.dtype}; what is compared must be float32")
+        return _finite_argmax(results)
 
     def gumbel_argmax(
         self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, least: Tensor | None = None

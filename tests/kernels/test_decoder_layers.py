@@ -39,7 +39,7 @@ def make_layers(backend, dtype, *, group="none", has_norms=False, bias=False, wi
             mlp_norm=gains(HIDDEN, 10 * index + 3),
             gate_up=linear(2 * INNER, HIDDEN, 100 * index + 4),
             down=linear(HIDDEN, INNER, 100 * index + 6),
-            sliding_window=window if index == 1 else None,
+            sliding_window=window if index > 0 else None,
         )
         for index in range(3)
     ]
@@ -101,12 +101,13 @@ def test_equals_the_single_ops(native, isa, dtype, options, counts):
     assert not torch.equal(pool, case[-1])
 
 
-@pytest.mark.parametrize("rows", [(), (0,), (6,), (2, 3, 6), (8, 79, 80, 81, 82), range(83)], ids=str)
+@pytest.mark.parametrize("rows", [(), (0,), (6,), (2, 3, 6), (8, 79, 80, 81, 82), (11, 12, 60, 79), range(83)], ids=str)
 @pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("window", [None, 7, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_that_are_wanted_have_the_bits_they_have_among_all(native, reference, dtype, has_norms, rows):
+def test_rows_that_are_wanted_have_the_bits_they_have_among_all(native, reference, dtype, has_norms, window, rows):
     for backend, is_exact in ((native(), True), (reference, False)):
-        layers = backend.decoder_layers(make_layers(backend, dtype, has_norms=has_norms), SHAPE)
+        layers = backend.decoder_layers(make_layers(backend, dtype, has_norms=has_norms, window=window), SHAPE)
         counts = (1, 2, 3, 1) if max(rows, default=0) < 7 else (1, 2, 5, 72, 3)  # few and many tokens
         case = make_pass(dtype, counts)
         every, pool = run(layers, case)

@@ -100,6 +100,13 @@ def test_the_oracle_itself(reference):
     assert reference.linear_argmax(layer, x).tolist() == [1, 0, 2, -1]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_strided_inputs(native, kind):
+    layer = make_layer(native(), kind, normal(300, 64, dtype=torch.float32, seed=1))
+    x = inputs(kind, 9, 100)
+    assert torch.equal(native().linear_argmax(layer, x[:, :64]), native().linear_argmax(layer, x[:, :64].clone()))
+
+
 def test_no_rows(native):
     assert native().linear_argmax(native().linear(torch.eye(3)), torch.zeros(0, 3)).shape == (0,)
 
@@ -108,6 +115,9 @@ def test_what_is_refused(native, reference):
     rounded = native().linear(torch.eye(3, dtype=torch.bfloat16))
     with pytest.raises(InvalidArgumentError, match="what is compared must be float32"):
         native().linear_argmax(rounded, torch.zeros(1, 3, dtype=torch.bfloat16))
+    rounded = reference.linear(torch.eye(3, dtype=torch.bfloat16))
+    with pytest.raises(InvalidArgumentError, match="what is compared must be float32"):
+        reference.linear_argmax(rounded, torch.zeros(1, 3, dtype=torch.bfloat16))
     with pytest.raises(InvalidArgumentError, match="layer is a ReferenceLinear"):
         native().linear_argmax(reference.linear(torch.eye(3)), torch.zeros(1, 3))
     with pytest.raises(InvalidArgumentError, match="x has shape"):

@@ -32,7 +32,7 @@ from octavo_worker.prompt_logprobs import ScoredRows, score_prompts, scored_rows
 from octavo_worker.run_ahead import Launch, RunAhead
 from octavo_worker.sequences import IntArray, SequenceTable, TokenArray
 from octavo_worker.step import Step
-from octavo_worker.step_sampler import NOT_FINITE, Head, StepSampler
+from octavo_worker.step_sampler import NOT_FINITE, RowLogits, StepSampler
 
 if TYPE_CHECKING:
     from octavo_worker.grammar import GrammarEngine, PendingMasks
@@ -361,8 +361,8 @@ class Executor:
             chosen = self._score_prompts(scheduled, scored.among(wanted), hidden, chosen, result)
         if len(chosen):
             rows = torch.from_numpy(np.searchsorted(wanted, last_rows[chosen])).to(self.backend.device)
-            head = Head(lambda: self.decoder.logits(hidden, rows), lambda: self.decoder.greedy(hidden, rows))
-            self._sample(scheduled, chosen, head, masks, result)
+            row_logits = RowLogits(lambda: self.decoder.logits(hidden, rows), lambda: self.decoder.greedy(hidden, rows))
+            self._sample(scheduled, chosen, row_logits, masks, result)
         return None
 
     def _score_prompts(
@@ -380,12 +380,12 @@ class Executor:
         return chosen[~np.isin(chosen, list(broken))] if broken else chosen
 
     def _sample(
-        self, scheduled: _Scheduled, chosen: IntArray, head: Head, masks: PendingMasks | None, result: pb.StepResult
+        self, scheduled: _Scheduled, chosen: IntArray, row_logits: RowLogits, masks: PendingMasks | None, result: pb.StepResult
     ) -> None:
-        """Samples behind the sequences in `chosen`; head: with a row for each of them; masks: of their grammars."""
+        """Samples behind the sequences in `chosen`; row_logits: of a row for each of them; masks: of their grammars."""
         rows, positions = scheduled.rows[chosen], scheduled.starts[chosen] + scheduled.counts[chosen]
         ids = [scheduled.sequence_ids[index] for index in chosen.tolist()]
-        sampled = self._sampler.sample(head, self.table, rows, positions, ids, masks, result)
+        sampled = self._sampler.sample(row_logits, self.table, rows, positions, ids, masks, result)
         for index, problem in sampled.problems.items():
             self._fail(ids[index], *problem)
         kept = sampled.kept

@@ -29,7 +29,7 @@ NOT_FINITE: Problem = (pb.SEQUENCE_ERROR_CODE_NUMERIC, "the model's logits are n
 
 
 @dataclass(frozen=True)
-class Head:
+class RowLogits:
     """What a model says behind S rows, computed when it is asked for.
 
     logits: gives (S, vocab) fp32; greedy: gives the ids of the greatest of them alone, (S,) int64, -1 where they are
@@ -60,7 +60,7 @@ class StepSampler:
 
     def sample(
         self,
-        head: Head,
+        row_logits: RowLogits,
         table: SequenceTable,
         rows: IntArray,
         positions: IntArray,
@@ -75,14 +75,14 @@ class StepSampler:
         """
         params = table.params[rows]
         if _is_plain(params):
-            drawn = (
-                head.greedy() if is_greedy(params).all() else sample(head.logits(), params, positions, self._backend)
-            )
-            token_ids = drawn.cpu().numpy()
+            if is_greedy(params).all():
+                token_ids = row_logits.greedy().cpu().numpy()
+            else:
+                token_ids = sample(row_logits.logits(), params, positions, self._backend).cpu().numpy()
             is_finite = token_ids >= 0
             left = np.flatnonzero(is_finite)
             return SampledRows(left, token_ids[left], _not_finite(is_finite))
-        logits = head.logits()
+        logits = row_logits.logits()
         is_finite = finite_rows(logits)
         problems = _not_finite(is_finite)
         left, logits = np.flatnonzero(is_finite), _take(logits, is_finite)

@@ -16,7 +16,7 @@ from octavo_kernels.errors import BackendUnavailableError
 LIBRARY_PATH = Path(__file__).with_name("liboctavo_cpu.so")
 # Forces an instruction set; for tests and for comparing machines.
 ISA_VARIABLE = "OCTAVO_CPU_ISA"
-_INTERFACE_VERSION = 5
+_INTERFACE_VERSION = 6
 
 
 class PagedKV(Structure):

@@ -66,6 +66,19 @@ def test_serves_until_a_signal_and_exits_0(
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.timeout(30)
+def test_a_signal_that_another_thread_gets_stops_too(
+    pairs: list[ProcessPair], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt_myself(pair: ProcessPair) -> None:
+        time.sleep(0.2)  # until the command waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    when_ready(pairs, interrupt_myself)
+    assert main(["serve", "--port=-1", "--grpc-port=-1"]) == 0
+    assert "octavo | SIGTERM: stopping" in capsys.readouterr().err
+
+
 def test_without_http_the_line_to_try_is_our_own_command(
     pairs: list[ProcessPair], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from octavo.authentication import read_keys
 from octavo.cli.flags import add_model_argument, add_setting_flags, settings_of
@@ -21,6 +21,7 @@ from octavo.process import Endpoints, ProcessPair
 
 _QUESTION = "What is the capital of France?"
 _MODELS_TIMEOUT_S = 10.0
+_SIGNALS_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         ) as pair:
             is_stopping = False
             while True:
-                event = events.get()
+                event = _next(events)
                 if isinstance(event, Endpoints):
                     _announce(event, time.monotonic() - started_at, keys)
                 elif isinstance(event, signal.Signals):
@@ -75,6 +76,15 @@ def run(args: argparse.Namespace) -> int:
                     raise event.error
                 else:
                     return 0
+
+
+def _next(events: SimpleQueue[_Event]) -> _Event:
+    """Waits for an event, and looks up now and then: a signal may wake another thread instead, as it does where it
+    comes right behind SIGSTOP and SIGCONT, and what Python does about it is done only when this thread goes on.
+    """
+    while True:
+        with contextlib.suppress(Empty):
+            return events.get(timeout=_SIGNALS_S)
 
 
 @contextlib.contextmanager

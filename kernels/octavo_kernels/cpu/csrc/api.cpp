@@ -14,7 +14,7 @@
 namespace octavo {
 namespace {
 
-constexpr int32_t kInterfaceVersion = 5;
+constexpr int32_t kInterfaceVersion = 6;
 
 // From the most to the least capable.
 const Kernels* const kAllKernels[] = {
@@ -270,7 +270,7 @@ OCTAVO_API int32_t octavo_linear(void* context, void* linear, const void* x, int
 }
 
 // The column of the greatest result in each row, the lowest of several; -1 where there is a NaN or the greatest is not
-// finite. Results are those of octavo_linear, and stay where they are made.
+// finite. Results are those of octavo_linear for a layer that gives fp32, and stay where they are made.
 OCTAVO_API int32_t octavo_linear_argmax(void* context, void* linear, const void* x, int64_t x_stride, int64_t rows,
                                         int64_t* out) {
   return guarded([&] {

@@ -69,8 +69,8 @@ struct Tile {
   char* q;               // rows x q_stride items: fp32, or 16 bits in pairs
   int64_t q_stride;
   float* q_scales;       // per row: what a score is multiplied by
-  int64_t shared_begin;  // groups [shared_begin, shared_end) are whole for every row: all rows attend to all of them
-  int64_t shared_end;
+  int64_t shared_begin;  // groups [shared_begin, shared_end) are whole for every row: all rows attend to all of them;
+  int64_t shared_end;    // both are multiples of the groups that a register tile of scores holds
   float* maxima;         // rows x 16: the largest scores of those groups, lane by lane
   float* scores;         // rows x score_stride; afterwards the weights of V, fp32 or of 16 bits
   int64_t score_stride;

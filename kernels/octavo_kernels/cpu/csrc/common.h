@@ -40,7 +40,8 @@ struct PackedLinear {
   int64_t group;  // weights of 8 bits: K that share a scale of the activations, a multiple of 64
 };
 
-// The greatest result of a row among those of one panel, NaN where one of them is, and the lowest column that has it.
+// The greatest result of a row in one panel, NaN where one of them is, and the lowest column that has it. Where none of
+// the panel can be the greatest of the row: something less.
 struct Winner {
   float value;
   int32_t column;
@@ -60,7 +61,7 @@ struct LinearArgs {
   int64_t rows;
   const char* residual;  // null, or rows of the layer's dtype, which is out_dtype then
   int64_t residual_stride;
-  char* out;               // contiguous
+  char* out;               // contiguous; null where winners are wanted
   const Winners* winners;  // null, or where these are written instead of results
 };
 

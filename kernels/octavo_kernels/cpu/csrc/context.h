@@ -49,7 +49,7 @@ int32_t guarded(const Function& function) {
 struct Context {
   const Kernels* kernels;
   Pool pool;
-  Buffer activations;  // between the ops of one layer; only while holding a Pool::Session
+  Buffer activations;  // between the ops of one layer, and what an op finds; only while holding a Pool::Session
 
   Context(const Kernels* chosen, int num_threads, int64_t spin_us) : kernels(chosen), pool(num_threads, spin_us) {}
 

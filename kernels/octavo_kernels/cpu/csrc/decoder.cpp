@@ -111,7 +111,7 @@ class LayerRun {
     context_.kernels->rms_norm(context_.pool, args);
   }
 
-  // A residual may be where the result goes: every element is read right before it is written.
+  // A residual may be where the result goes: what a register tile adds is read before the tile is written.
   void linear(const PackedLinear& layer, const char* from, const char* residual, char* to) {
     const LinearArgs args{&layer, from, layer.in_features, pass_.tokens, residual, layer.out_features, to};
     context_.linear(args);

@@ -138,8 +138,8 @@ OCTAVO_INLINE void write_tile(char* out, int64_t stride, int64_t n, const F (&va
   }
 }
 
-// Writes the winners of a panel's columns from `column` on, vectors * 16 of them, among those that stand before them in
-// the panel. Out of line, with results in memory: it is rare, and what results come from stays in registers.
+// Brings columns of a panel, vectors * 16 from `column` on, into its winners; of equals the earlier column stays. Out of
+// line, with results in memory: it is rare, and what results come from stays in registers.
 __attribute__((noinline)) void write_winners(const LinearArgs& args, int64_t row, int64_t column, const float* results,
                                              int rows, int vectors) {
   const PackedLinear& layer = *args.layer;
@@ -158,7 +158,7 @@ __attribute__((noinline)) void write_winners(const LinearArgs& args, int64_t row
   }
 }
 
-// Adds bias and residual to a register tile in fp32, rounds once and writes it. All that is read of `args` is read
+// Adds bias and residual to a register tile in fp32, rounds once and writes it, or finds its winners. All that is read of `args` is read
 // first: what is written might lie there, for all that compilers know.
 template <class T, int R, int V>
 OCTAVO_INLINE void finish(const LinearArgs& args, int64_t row, int64_t column, F (&values)[R][V]) {
