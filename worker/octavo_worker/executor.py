@@ -380,7 +380,12 @@ class Executor:
         return chosen[~np.isin(chosen, list(broken))] if broken else chosen
 
     def _sample(
-        self, scheduled: _Scheduled, chosen: IntArray, row_logits: RowLogits, masks: PendingMasks | None, result: pb.StepResult
+        self,
+        scheduled: _Scheduled,
+        chosen: IntArray,
+        row_logits: RowLogits,
+        masks: PendingMasks | None,
+        result: pb.StepResult,
     ) -> None:
         """Samples behind the sequences in `chosen`; row_logits: of a row for each of them; masks: of their grammars."""
         rows, positions = scheduled.rows[chosen], scheduled.starts[chosen] + scheduled.counts[chosen]
