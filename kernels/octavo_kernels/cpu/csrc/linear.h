@@ -139,8 +139,8 @@ OCTAVO_INLINE void write_tile(char* out, int64_t stride, int64_t n, const F (&va
   }
 }
 
-// Brings columns of a panel, vectors * 16 from `column` on, into its winners; of equals the earlier column stays. Out of
-// line, with results in memory: it is rare, and what results come from stays in registers.
+// Brings columns of a panel, vectors * 16 from `column` on, into its winners; of equals the earlier column stays. Out
+// of line, with results in memory: it is rare, and what results come from stays in registers.
 __attribute__((noinline)) void write_winners(const LinearArgs& args, int64_t row, int64_t column, const float* results,
                                              int rows, int vectors) {
   const PackedLinear& layer = *args.layer;
@@ -159,8 +159,8 @@ __attribute__((noinline)) void write_winners(const LinearArgs& args, int64_t row
   }
 }
 
-// Adds bias and residual to a register tile in fp32, rounds once and writes it, or finds its winners. All that is read of `args` is read
-// first: what is written might lie there, for all that compilers know.
+// Adds bias and residual to a register tile in fp32, rounds once and writes it, or finds its winners. All that is read
+// of `args` is read first: what is written might lie there, for all that compilers know.
 template <class T, int R, int V>
 OCTAVO_INLINE void finish(const LinearArgs& args, int64_t row, int64_t column, F (&values)[R][V]) {
   typedef typename T::item item;
