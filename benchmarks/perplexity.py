@@ -31,6 +31,7 @@ from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels import Backend, KVLayout, load_backend
 from octavo_kernels.reference import ReferenceBackend
 from octavo_worker.batch import build_batch
+from octavo_worker.devices import open_device
 from octavo_worker.loaders.checkpoint import Checkpoint, open_checkpoint
 from octavo_worker.loaders.source import find_model
 from octavo_worker.models.decoder import Decoder
@@ -106,7 +107,13 @@ def logits_of(decoder: Decoder, mode: Mode, backend: Backend, tokens: NDArray[np
     for start in range(0, len(tokens), CHUNK):
         count = min(CHUNK, len(tokens) - start)
         batch = build_batch(
-            table, row, np.array([start]), np.array([count]), block_size=BLOCK_SIZE, device=backend.device
+            table,
+            row,
+            np.array([start]),
+            np.array([count]),
+            block_size=BLOCK_SIZE,
+            upload=open_device(backend.device).upload,
+            with_prompt_lens=decoder.needs_prompt_lens,
         )
         yield decoder.forward(
             batch.token_ids, batch.attention, kv_layers, torch.arange(count), prompt_lens=batch.prompt_lens

@@ -13,7 +13,7 @@ from tests.worker.conftest import make_executor
 
 def test_rates_are_measured_and_the_pool_is_left_empty(decoder: Decoder, backend: Backend) -> None:
     pool = make_executor(decoder, backend).pool
-    assert measure_prefill(decoder, pool, backend, CpuDevice(), 512) > 0
+    assert measure_prefill(decoder, pool, CpuDevice(), 512) > 0
     assert measure_swap(pool, CpuDevice()) > 0
     assert not pool.device.any()
     assert not pool.host.any()
@@ -47,18 +47,18 @@ def test_as_many_tokens_are_measured_as_tell_of_the_device(
 ) -> None:
     computed: list[int] = []
 
-    def time_pass(_: Decoder, __: KVPool, ___: Backend, num_tokens: int) -> float:
+    def time_pass(_: Decoder, __: KVPool, ___: CpuDevice, num_tokens: int) -> float:
         computed.append(num_tokens)
         return num_tokens * seconds_a_token
 
     monkeypatch.setattr(measurement, "_time_pass", time_pass)
     monkeypatch.setattr(measurement, "_room", lambda *_: 4096)
-    rate = measure_prefill(decoder, make_executor(decoder, backend).pool, backend, device, most_tokens)
+    rate = measure_prefill(decoder, make_executor(decoder, backend).pool, device, most_tokens)
     assert (rate, computed) == (pytest.approx(expected), passes)
 
 
 def test_small_pools(decoder: Decoder, backend: Backend) -> None:
     pool = make_executor(decoder, backend, num_blocks=1, num_host_blocks=0).pool
-    assert measure_prefill(decoder, pool, backend, CpuDevice(), 512) > 0
+    assert measure_prefill(decoder, pool, CpuDevice(), 512) > 0
     assert measure_swap(pool, CpuDevice()) == 0
     assert not pool.device.any()

@@ -27,7 +27,10 @@ def test_rows_behave_like_lists(changes: list[tuple[int, list[int], bool]]) -> N
             rows.clear(row)
             model[row] = []
         else:
-            rows.append(ints(row), ints(len(values)), np.array(values, np.int32))
+            if len(values) == 1:
+                rows.append_one(ints(row), np.array(values, np.int32))
+            else:
+                rows.append(ints(row), ints(len(values)), np.array(values, np.int32))
             model[row] = model[row] + values
         assert [rows.get(index).tolist() for index in range(5)] == model
         assert rows.lengths.tolist() == [len(items) for items in model]
@@ -39,7 +42,9 @@ def test_many_rows_at_once() -> None:
     rows.append(ints(0, 2), ints(1, 1), np.array([9, 8], np.int32))
     assert rows.padded(ints(1, 0, 2), 4).tolist() == [[3, 4, 5, 0], [9, 0, 0, 0], [1, 2, 8, 0]]
     assert rows.padded(ints(1), 2).tolist() == [[3, 4]]
+    assert rows.padded(ints(2, 1), 3).tolist() == [[1, 2, 8], [3, 4, 5]]
     assert rows.gather(ints(2, 1), ints(1, 0), ints(2, 2)).tolist() == [2, 8, 3, 4]
+    assert rows.pick(ints(2, 1), ints(2, 0)).tolist() == [8, 3]
 
 
 def test_table_keeps_and_replaces_sequences() -> None:

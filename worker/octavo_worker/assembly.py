@@ -159,7 +159,7 @@ def assemble(config: WorkerConfig, source: ModelSource, thread: ExecutorThread) 
             pb.CAPABILITY_PROMPT_LOGPROBS,
             *([pb.CAPABILITY_SWAP] if size.num_host_blocks else []),
         ],
-        prefill_tokens_per_s=measure_prefill(decoder, pool, backend, device, config.max_num_batched_tokens),
+        prefill_tokens_per_s=measure_prefill(decoder, pool, device, config.max_num_batched_tokens),
         swap_bytes_per_s=measure_swap(pool, device),
         backend=describe_kernels(backend, quantization),
         version=__version__,

@@ -30,7 +30,7 @@ from octavo_worker.params import params_problem, tokens_problem
 from octavo_worker.processors import LogitProcessors, SequenceProcessors
 from octavo_worker.prompt_logprobs import ScoredRows, score_prompts, scored_rows
 from octavo_worker.run_ahead import Launch, RunAhead
-from octavo_worker.sequences import IntArray, SequenceTable, TokenArray
+from octavo_worker.sequences import NEEDS_LOGITS, NEEDS_PROMPT_SCORES, IntArray, SequenceTable, TokenArray
 from octavo_worker.step import Step
 from octavo_worker.step_sampler import NOT_FINITE, RowLogits, StepSampler
 
@@ -127,7 +127,8 @@ class Executor:
         if self._under_way and self._needs_tokens(plan):
             self.settle()
         result.moved_byte_count = self._move(plan)
-        self._fork(plan.forks)
+        if plan.HasField("forks"):
+            self._fork(plan.forks)
         self._on_progress()
         scheduled = self._select(plan.scheduled)
         launch = self._compute(scheduled, result) if scheduled.sequence_ids else None
@@ -294,36 +295,48 @@ class Executor:
         counts = np.array(scheduled.token_counts, np.int64)
         samples = np.array(scheduled.samples, np.bool_)
         ok = rows >= 0
-        for index in np.flatnonzero(~ok):
-            if ids[index] not in self._failed:
-                self._fail(ids[index], _INVALID, "the sequence is not known")
-
-        def drop(bad: NDArray[np.bool_], problem: Callable[[int], str]) -> None:
-            for index in np.flatnonzero(bad & ok):
-                self._fail(ids[index], _INVALID, problem(int(index)))
-                ok[index] = False
-
+        if not ok.all():
+            for index in np.flatnonzero(~ok).tolist():
+                if ids[index] not in self._failed:
+                    self._fail(ids[index], _INVALID, "the sequence is not known")
         if len(scheduled.new_block_ids):
             new_blocks = np.array(scheduled.new_block_ids, np.int64)
             new_counts = np.array(scheduled.new_block_counts, np.int64)
             owners = np.repeat(np.arange(len(ids)), new_counts)
-            out_of_range = np.zeros(len(ids), np.bool_)
-            out_of_range[owners[new_blocks >= self.pool.size.num_device_blocks]] = True
-            drop(out_of_range, lambda i: self._blocks_problem(new_blocks[owners == i]) or "")
+            for index in np.unique(owners[new_blocks >= self.pool.size.num_device_blocks]).tolist():
+                if ok[index]:
+                    self._fail(ids[index], _INVALID, self._blocks_problem(new_blocks[owners == index]) or "")
+                    ok[index] = False
             kept_blocks = new_blocks[ok[owners]]
             self.pool.will_use(kept_blocks)
             self.table.blocks.append(rows[ok], new_counts[ok], kept_blocks.astype(np.int32))
 
         ends, known = starts + counts, self.table.tokens.lengths[rows]
-        room = self.table.blocks.lengths[rows] * self.pool.layout.block_size
-        max_len = self.decoder.config.max_model_len
-        drop(counts < 1, lambda i: "no token is to be computed")
-        drop(ends > known, lambda i: f"tokens {starts[i]} to {ends[i]} are to be computed, and {known[i]} are known")
-        drop(samples & (ends != known), lambda i: f"a token is to be sampled behind {ends[i]} of {known[i]} tokens")
-        drop(ends > max_len, lambda i: f"{ends[i]} tokens are more than the model's {max_len}")
-        drop(ends > room, lambda i: f"{ends[i]} tokens do not fit into blocks for {room[i]}")
-        kept_ids = [ids[index] for index in np.flatnonzero(ok)]
-        return _Scheduled(kept_ids, rows[ok], starts[ok], counts[ok], samples[ok])
+        room = np.minimum(
+            self.table.blocks.lengths[rows] * self.pool.layout.block_size, self.decoder.config.max_model_len
+        )
+        fits = (counts > 0) & (ends <= room) & np.where(samples, ends == known, ends <= known)
+        if not (fits & ok).all():
+            for index in np.flatnonzero(ok & ~fits).tolist():
+                problem = self._extent_problem(rows[index], starts[index], ends[index], bool(samples[index]))
+                self._fail(ids[index], _INVALID, problem)
+            ok &= fits
+            ids = [ids[index] for index in np.flatnonzero(ok)]
+            rows, starts, counts, samples = rows[ok], starts[ok], counts[ok], samples[ok]
+        return _Scheduled(ids, rows, starts, counts, samples)
+
+    def _extent_problem(self, row: int, start: int, end: int, samples: bool) -> str:
+        """Why a sequence's tokens from start to end cannot be computed."""
+        known, max_len = self.table.tokens.lengths[row], self.decoder.config.max_model_len
+        if end <= start:
+            return "no token is to be computed"
+        if end > known:
+            return f"tokens {start} to {end} are to be computed, and {known} are known"
+        if samples and end != known:
+            return f"a token is to be sampled behind {end} of {known} tokens"
+        if end > max_len:
+            return f"{end} tokens are more than the model's {max_len}"
+        return f"{end} tokens do not fit into blocks for {self.table.blocks.lengths[row] * self.pool.layout.block_size}"
 
     def _compute(self, scheduled: _Scheduled, result: pb.StepResult) -> Launch | None:
         """The forward pass and sampling; fills the result, or returns what the device still owes."""
@@ -342,25 +355,32 @@ class Executor:
             scheduled.starts,
             scheduled.counts,
             block_size=self.pool.layout.block_size,
-            device=self.backend.device,
+            upload=self._device.upload,
+            with_prompt_lens=self.decoder.needs_prompt_lens,
         )
         chosen = np.flatnonzero(scheduled.samples)
         last_rows = np.cumsum(scheduled.counts) - 1
-        scored = scored_rows(self.table, scheduled.rows, scheduled.starts, scheduled.counts)
-        wanted = last_rows[chosen] if scored is None else np.union1d(last_rows[chosen], scored.batch_rows)
-        masks = self._processors.start(self.table, scheduled.rows[chosen])
+        needs = self.table.needs(scheduled.rows)
+        scored, wanted = None, last_rows[chosen]
+        if needs & NEEDS_PROMPT_SCORES:
+            scored = scored_rows(self.table, scheduled.rows, scheduled.starts, scheduled.counts)
+        if scored is not None:
+            wanted = np.union1d(wanted, scored.batch_rows)
+        masks = self._processors.start(self.table, scheduled.rows[chosen]) if needs & NEEDS_LOGITS else None
         hidden = self.decoder.hidden(
             batch.token_ids,
             batch.attention,
             self.pool.layers,
-            prompt_lens=batch.prompt_lens if self.decoder.needs_prompt_lens else None,
+            prompt_lens=batch.prompt_lens,
             rows=None if len(wanted) == len(batch.token_ids) else torch.from_numpy(wanted).to(self.backend.device),
             on_progress=self._on_progress,
         )
         if scored is not None:
             chosen = self._score_prompts(scheduled, scored.among(wanted), hidden, chosen, result)
         if len(chosen):
-            rows = torch.from_numpy(np.searchsorted(wanted, last_rows[chosen])).to(self.backend.device)
+            rows = None  # what is wanted is sampled, all of it
+            if scored is not None:
+                rows = torch.from_numpy(np.searchsorted(wanted, last_rows[chosen])).to(self.backend.device)
             row_logits = RowLogits(lambda: self.decoder.logits(hidden, rows), lambda: self.decoder.greedy(hidden, rows))
             self._sample(scheduled, chosen, row_logits, masks, result)
         return None
@@ -395,7 +415,7 @@ class Executor:
             self._fail(ids[index], *problem)
         kept = sampled.kept
         token_ids = sampled.token_ids.astype(np.int32)
-        self.table.tokens.append(rows[kept], np.ones(len(kept), np.int64), token_ids)
+        self.table.tokens.append_one(rows[kept], token_ids)
         result.sequence_ids.extend([ids[index] for index in kept.tolist()])
         result.token_ids.extend(token_ids.tolist())
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from octavo.worker.v1 import worker_pb2 as pb
-from octavo_kernels import Backend
 from octavo_worker.batch import build_batch
 from octavo_worker.devices import Device
 from octavo_worker.kv_pool import KVPool
@@ -28,7 +27,7 @@ _SWAPPED_BYTES, _SWAP_ROUNDS = 8 << 20, 3
 
 
 @torch.inference_mode()
-def measure_prefill(decoder: Decoder, pool: KVPool, backend: Backend, device: Device, most_tokens: int) -> float:
+def measure_prefill(decoder: Decoder, pool: KVPool, device: Device, most_tokens: int) -> float:
     """Tokens of prompt a second. most_tokens: of a step.
 
     A small pass warms up. It is the measurement as well where a longer one would take too long or does not fit; it
@@ -37,9 +36,9 @@ def measure_prefill(decoder: Decoder, pool: KVPool, backend: Backend, device: De
     """
     room, is_beside = min(most_tokens, _room(decoder, pool)), device.is_asynchronous
     num_warm_up, num_tokens = min(_WARM_UP_TOKENS, room), min(_MOST_BESIDE if is_beside else _MOST_TOKENS, room)
-    rate = num_warm_up / _time_pass(decoder, pool, backend, num_warm_up)
+    rate = num_warm_up / _time_pass(decoder, pool, device, num_warm_up)
     if num_tokens > num_warm_up and (is_beside or num_tokens / rate <= _MEASURED_S):
-        rate = max(rate, num_tokens / _time_pass(decoder, pool, backend, num_tokens))
+        rate = max(rate, num_tokens / _time_pass(decoder, pool, device, num_tokens))
     pool.device[: -(-num_tokens // pool.layout.block_size)].zero_()
     return rate
 
@@ -72,7 +71,7 @@ def _room(decoder: Decoder, pool: KVPool) -> int:
     return min(pool.size.num_device_blocks * pool.layout.block_size, decoder.config.max_model_len)
 
 
-def _time_pass(decoder: Decoder, pool: KVPool, backend: Backend, num_tokens: int) -> float:
+def _time_pass(decoder: Decoder, pool: KVPool, device: Device, num_tokens: int) -> float:
     """Seconds that one prompt of this many tokens takes."""
     block_size = pool.layout.block_size
     table = SequenceTable(1)
@@ -80,13 +79,13 @@ def _time_pass(decoder: Decoder, pool: KVPool, backend: Backend, num_tokens: int
     blocks = np.arange(-(-num_tokens // block_size), dtype=np.int32)
     row = np.array([table.put(0, tokens, blocks, num_tokens, pb.SequenceParams())])
     counts = np.array([num_tokens])
-    batch = build_batch(table, row, np.zeros_like(counts), counts, block_size=block_size, device=backend.device)
+    batch = build_batch(table, row, np.zeros_like(counts), counts, block_size=block_size, upload=device.upload)
     started = time.monotonic()
     logits = decoder.forward(
         batch.token_ids,
         batch.attention,
         pool.layers,
-        torch.tensor([num_tokens - 1], device=backend.device),
+        torch.tensor([num_tokens - 1], device=device.torch_device),
         prompt_lens=batch.prompt_lens,
     )
     logits.cpu()  # waits for the device

@@ -226,14 +226,14 @@ def _try_step(
         starts,
         counts,
         block_size=block_size,
-        device=device.torch_device,
         upload=device.upload,
+        with_prompt_lens=decoder.needs_prompt_lens,
     )
     hidden = decoder.hidden(
         batch.token_ids,
         batch.attention,
         layers,
-        prompt_lens=batch.prompt_lens if decoder.needs_prompt_lens else None,
+        prompt_lens=batch.prompt_lens,
     )
     sampled = np.arange(min(step.num_tokens, _MOST_SAMPLED))
     params = np.zeros(len(sampled), PARAMS_DTYPE)

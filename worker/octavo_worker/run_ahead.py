@@ -100,7 +100,7 @@ class RunAhead:
         if len(scored):
             num_tops = params["num_top_logprobs"][scored]
             scores = launch_scores(logits, token_ids, scored_rows, scored, num_tops, self._device)
-        table.tokens.append(rows[chosen], np.ones(len(chosen), np.int64), np.full(len(chosen), UNKNOWN_TOKEN, np.int32))
+        table.tokens.append_one(rows[chosen], np.full(len(chosen), UNKNOWN_TOKEN, np.int32))
         tokens = self._device.download(token_ids)
         return Launch(chosen, rows[chosen], table.versions[rows[chosen]], positions, tokens, scores)
 
@@ -109,7 +109,7 @@ class RunAhead:
     ) -> tuple[Tensor, list[Tensor]]:
         """A pure decode step by its graph. Returns the hidden states and `others` on the device."""
         assert self._graphs is not None
-        tokens = table.tokens.gather(rows, starts, np.ones(len(rows), np.int64))
+        tokens = table.tokens.pick(rows, starts)
         columns = self._known.columns(table, rows, starts, tokens, bucket)
         uploaded = self._device.upload([*columns, *others])
         count = len(columns)
@@ -132,11 +132,10 @@ class RunAhead:
             starts,
             counts,
             block_size=self._pool.layout.block_size,
-            device=device.torch_device,
             upload=device.upload,
         )
         ends = starts + counts
-        last = table.tokens.gather(rows, ends - 1, np.ones(len(rows), np.int64))  # only the last one can be unknown
+        last = table.tokens.pick(rows, ends - 1)  # only the last one can be unknown
         unknown = np.flatnonzero(last == UNKNOWN_TOKEN)
         at, state_rows, *uploaded = device.upload([np.cumsum(counts)[unknown] - 1, rows[unknown], *others])
         if len(unknown):

@@ -17,10 +17,8 @@ from torch import Tensor
 
 from octavo_kernels.backend import Backend
 from octavo_worker.bans import Bans
-from octavo_worker.sequences import IntArray
+from octavo_worker.sequences import MIN_TEMPERATURE, IntArray
 
-# Below this a temperature is taken as 0: the likeliest token. Dividing by it would overflow long before it mattered.
-MIN_TEMPERATURE = 1e-5
 _MASKED = float("-inf")
 
 
@@ -61,15 +59,10 @@ def sample(logits: Tensor, params: NDArray[np.void], positions: IntArray, backen
     return sample_uploaded(logits, columns, backend)
 
 
-def is_greedy(params: NDArray[np.void]) -> NDArray[np.bool_]:
-    """Which rows get the token of their greatest logit."""
-    return params["temperature"] < MIN_TEMPERATURE
-
-
 def sample_columns(params: NDArray[np.void], positions: IntArray) -> list[NDArray[Any]]:
     """What `sample` needs of its rows, as columns that go to the device: temperatures, seeds, positions, (S,) each, and
     where any row is filtered top_k, top_p and min_p. Decided here, so that the device need not be asked."""
-    cool = np.where(is_greedy(params), np.float32(0), params["temperature"])
+    cool = np.where(params["temperature"] < MIN_TEMPERATURE, np.float32(0), params["temperature"])
     columns = [cool, params["seed"].copy(), positions]
     if ((cool > 0) & ((params["top_k"] > 0) | (params["top_p"] < 1) | (params["min_p"] > 0))).any():
         columns += [params[name].copy() for name in ("top_k", "top_p", "min_p")]

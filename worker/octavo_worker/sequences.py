@@ -19,10 +19,19 @@ if TYPE_CHECKING:
 IntArray = NDArray[np.int64]
 TokenArray = NDArray[np.int32]
 
-# One sequence's sampling parameters and the length of its prompt. seed: the 64 bits of the key; num_candidates: above 0
-# for a beam, which is not sampled.
+# Below this a temperature is taken as 0: the likeliest token. Dividing by it would overflow long before it mattered.
+MIN_TEMPERATURE = 1e-5
+# What sampling a sequence's tokens takes beyond the greatest logit, in the bits of a number.
+NEEDS_NOISE = 1
+NEEDS_LOGITS = 2
+"""Something but the sampler looks at its logits."""
+NEEDS_PROMPT_SCORES = 4
+
+# One sequence's sampling parameters and the length of its prompt. needs: `NEEDS_...`, from the others; seed: the 64
+# bits of the key; num_candidates: above 0 for a beam, which is not sampled.
 PARAMS_DTYPE = np.dtype(
     [
+        ("needs", np.uint8),
         ("temperature", np.float32),
         ("top_p", np.float32),
         ("top_k", np.int64),
@@ -97,15 +106,34 @@ class RaggedRows:
         """Items firsts[i] to firsts[i] + counts[i] of each row, one row's behind the other's."""
         return self._data[_ranges(self._starts[rows] + firsts, counts)]
 
+    def append_one(self, rows: IntArray, values: TokenArray) -> None:
+        """Appends values[i] to rows[i], each at most once."""
+        lengths = self.lengths[rows]
+        is_full = lengths >= self._capacities[rows]
+        if is_full.any():
+            for row in rows[is_full].tolist():
+                self._move(row, int(self.lengths[row]) + 1)
+        self._data[self._starts[rows] + lengths] = values
+        self.lengths[rows] = lengths + 1
+
+    def pick(self, rows: IntArray, indices: IntArray) -> TokenArray:
+        """Item indices[i] of row rows[i], which has it."""
+        items: TokenArray = self._data[self._starts[rows] + indices]
+        return items
+
     def replace(self, rows: IntArray, indices: IntArray, values: TokenArray) -> None:
         """Writes values[i] over item indices[i] of row rows[i], which has it."""
         self._data[self._starts[rows] + indices] = values
 
     def padded(self, rows: IntArray, width: int) -> TokenArray:
         """(len(rows), width): the first items of each row, padded with 0."""
-        columns = np.arange(width)
-        inside = columns < self.lengths[rows][:, None]
-        return np.where(inside, self._data[np.where(inside, self._starts[rows][:, None] + columns, 0)], 0)
+        columns, lengths = np.arange(width), self.lengths[rows]
+        places = self._starts[rows][:, None] + columns
+        if (lengths >= width).all():
+            items: TokenArray = self._data[places]
+            return items
+        inside = columns < lengths[:, None]
+        return np.where(inside, self._data[np.where(inside, places, 0)], 0)
 
     def _move(self, row: int, needed: int) -> None:
         """Gives a row a new stretch for `needed` items or more, and takes its items along."""
@@ -160,7 +188,13 @@ class SequenceTable:
         """Adds a sequence, or replaces it. processors: its own. Returns its row."""
         row = self._set(sequence_id, tokens, blocks, processors)
         options = None if processors is None else processors.options
+        needs = 0 if params.temperature < MIN_TEMPERATURE else NEEDS_NOISE
+        if options is not None or params.return_logprobs or params.candidate_count > 0:
+            needs |= NEEDS_LOGITS
+        if params.return_prompt_logprobs:
+            needs |= NEEDS_PROMPT_SCORES
         self.params[row] = (
+            needs,
             params.temperature,
             params.top_p,
             params.top_k,
@@ -203,6 +237,10 @@ class SequenceTable:
         self.blocks.clear(row)
         self.processors.pop(row, None)
         self._free.append(row)
+
+    def needs(self, rows: IntArray) -> int:
+        """What the sequences in rows need together: `NEEDS_...`."""
+        return int(np.bitwise_or.reduce(self.params["needs"][rows]))
 
     def find(self, sequence_ids: list[int]) -> IntArray:
         """The rows of sequences; -1 for unknown ones."""

@@ -19,8 +19,8 @@ from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels.backend import Backend
 from octavo_worker.bans import Bans, Problem
 from octavo_worker.processors import LogitProcessors
-from octavo_worker.sampler import Likeliest, candidates, finite_rows, is_greedy, log_probabilities, sample
-from octavo_worker.sequences import IntArray, SequenceTable
+from octavo_worker.sampler import Likeliest, candidates, finite_rows, log_probabilities, sample
+from octavo_worker.sequences import NEEDS_LOGITS, NEEDS_NOISE, IntArray, SequenceTable
 
 if TYPE_CHECKING:
     from octavo_worker.grammar import PendingMasks
@@ -73,15 +73,19 @@ class StepSampler:
         rows: (S,), whose of the table; positions: (S,), where in its sequence a row's token is going to be;
         sequence_ids: (S,); masks: of their grammars. Candidates and log-probabilities are added to the result.
         """
-        params = table.params[rows]
-        if _is_plain(params):
-            if is_greedy(params).all():
-                token_ids = row_logits.greedy().cpu().numpy()
+        needs = table.needs(rows)
+        if not needs & NEEDS_LOGITS:
+            if needs & NEEDS_NOISE:
+                drawn = sample(row_logits.logits(), table.params[rows], positions, self._backend)
             else:
-                token_ids = sample(row_logits.logits(), params, positions, self._backend).cpu().numpy()
+                drawn = row_logits.greedy()
+            token_ids = drawn.cpu().numpy()
             is_finite = token_ids >= 0
+            if is_finite.all():
+                return SampledRows(np.arange(len(rows)), token_ids, {})
             left = np.flatnonzero(is_finite)
             return SampledRows(left, token_ids[left], _not_finite(is_finite))
+        params = table.params[rows]
         logits = row_logits.logits()
         is_finite = finite_rows(logits)
         problems = _not_finite(is_finite)
@@ -155,12 +159,6 @@ def _flat(tops: Likeliest) -> tuple[list[int], list[float]]:
     """Ids and log-probabilities, one row's behind the other's."""
     inside = np.arange(tops.ids.shape[1]) < tops.counts[:, None]
     return tops.ids.cpu().numpy()[inside].tolist(), tops.logprobs.cpu().numpy()[inside].tolist()
-
-
-def _is_plain(params: NDArray[np.void]) -> bool:
-    """Whether nothing but the sampler looks at the logits of sequences with these parameters."""
-    special = params["has_bans"] | params["has_grammar"] | params["has_suppressed"] | params["has_adjustments"]
-    return not (special | params["return_logprobs"] | (params["num_candidates"] > 0)).any()
 
 
 def _take(values: Tensor, mask: NDArray[np.bool_]) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_kernels import Backend, KVLayout
 from octavo_worker.batch import build_batch
+from octavo_worker.devices import open_device
 from octavo_worker.loaders.checkpoint import open_checkpoint
 from octavo_worker.loaders.gguf import QUANT_TYPES
 from octavo_worker.loaders.source import find_model
@@ -40,7 +41,13 @@ def logits_in_chunks(decoder: Decoder, backend: Backend, chunk: int, block_size:
     for start in range(0, len(PROMPT), chunk):
         count = min(chunk, len(PROMPT) - start)
         batch = build_batch(
-            table, row, np.array([start]), np.array([count]), block_size=block_size, device=backend.device
+            table,
+            row,
+            np.array([start]),
+            np.array([count]),
+            block_size=block_size,
+            upload=open_device(backend.device).upload,
+            with_prompt_lens=True,
         )
         parts.append(
             decoder.forward(
@@ -147,7 +154,8 @@ def test_progress_is_told_after_each_layer(decoder: Decoder, backend: Backend) -
     table = SequenceTable(1)
     layout = KVLayout(2, 2, 8, 8, torch.float32)
     row = np.array([table.put(1, np.array([5], np.int32), np.array([0], np.int32), 1, pb.SequenceParams())])
-    batch = build_batch(table, row, np.array([0]), np.array([1]), block_size=8, device=backend.device)
+    upload = open_device(backend.device).upload
+    batch = build_batch(table, row, np.array([0]), np.array([1]), block_size=8, upload=upload)
     calls: list[int] = []
     decoder.forward(
         batch.token_ids,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from octavo_kernels.backend import AttentionBatch, Backend, DecoderLayer, DecoderShape, LayerKV
@@ -83,7 +82,6 @@ class Decoder:
         x = self.hidden(token_ids, batch, kv_layers, prompt_lens=prompt_lens, on_progress=on_progress)
         return self.logits(x, logit_rows)
 
-    @torch.inference_mode()
     def hidden(
         self,
         token_ids: Tensor,
@@ -99,19 +97,18 @@ class Decoder:
         rows: (R,) int64, ascending, the tokens that are wanted; None: all.
         """
         positions, cos_sin = self._rotary.select(batch.positions, prompt_lens)
-        x = F.embedding(token_ids, self._embedding)  # (T, hidden)
+        x = self._embedding.index_select(0, token_ids)  # (T, hidden)
         return self._layers(x, positions, cos_sin, batch, kv_layers, on_progress, rows)
 
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Logits of some rows of what `hidden` gives, hidden: (T, hidden); rows: (R,) int64. Returns (R, num_sampled)
-        fp32; a row's bits do not depend on the others."""
+    def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Logits of some rows of what `hidden` gives, hidden: (T, hidden); rows: (R,) int64, None: all. Returns
+        (R, num_sampled) fp32; a row's bits do not depend on the others."""
         return self._head(self._normed(hidden, rows))
 
-    @torch.inference_mode()
-    def greedy(self, hidden: Tensor, rows: Tensor) -> Tensor:
+    def greedy(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """The ids of the greatest `logits`, (R,) int64; -1 where these are not finite."""
         return self._backend.linear_argmax(self._head, self._normed(hidden, rows))
 
-    def _normed(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        return self._backend.rms_norm(hidden.index_select(0, rows), self._norm, self.config.rms_norm_eps)
+    def _normed(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
+        wanted = hidden if rows is None else hidden.index_select(0, rows)
+        return self._backend.rms_norm(wanted, self._norm, self.config.rms_norm_eps)

@@ -25,16 +25,23 @@ constexpr int64_t kChunkRows = 128;
 
 // Bytes between what is multiplied and what is fetched where every byte is used once: what is computed meanwhile takes
 // about as long as memory does to answer.
-constexpr int64_t kFetchDistance = 8 << 10;
+constexpr int64_t kFetchDistance = 4 << 10;
 
-// Fetches weights into the second-level cache, a little every step, so that memory and arithmetic overlap.
+// Fetches weights, a little every step, so that memory and arithmetic overlap: into the second-level cache what several
+// tiles use, past it what is used once. So whatever else a step needs stays there, not least the interpreter's own code
+// and data between two steps.
 struct Ahead {
   const char* at;
   int64_t step;  // bytes for every step over k
   int64_t lines;
+  bool is_used_once;
 
   OCTAVO_INLINE void advance() {
-    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
+    if (is_used_once) {
+      for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i, 0, 0);
+    } else {
+      for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
+    }
     at += step;
   }
 };
@@ -46,8 +53,9 @@ inline Ahead fetch_ahead(const PackedLinear& layer, int64_t panel, int64_t chunk
                          int64_t steps, bool is_fast) {
   const char* const data = layer.data + panel * layer.panel_bytes;
   const int64_t share = layer.panel_bytes / chunks, step = share / (tiles * steps);
-  const int64_t distance = chunks * tiles == 1 ? kFetchDistance : layer.panel_bytes + chunk * share;
-  return {data + distance, step, is_fast ? 0 : (step + 63) / 64};
+  const bool is_used_once = chunks * tiles == 1;
+  const int64_t distance = is_used_once ? kFetchDistance : layer.panel_bytes + chunk * share;
+  return {data + distance, step, is_fast ? 0 : (step + 63) / 64, is_used_once};
 }
 
 // acc[r][j] += a[r][k] * panel[k][j] for k ascending; `a` holds fp32.
