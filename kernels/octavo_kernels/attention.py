@@ -109,9 +109,11 @@ class BackendWithAttention:
         """See `Backend.paged_attention`."""
         return self._attention(q, kv, batch, AttentionOptions(scale, **options))
 
-    def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> ComposedLayers:
+    def decoder_layers(
+        self, embedding: Tensor, layers: Sequence[DecoderLayer], last_norm: Tensor, shape: DecoderShape
+    ) -> ComposedLayers:
         """See `Backend.decoder_layers`: op by op, so that the attention is among them."""
-        return ComposedLayers(cast(Backend, self), layers, shape)
+        return ComposedLayers(cast(Backend, self), embedding, layers, last_norm, shape)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not (hasattr(Backend, name) or name in Backend.__annotations__):

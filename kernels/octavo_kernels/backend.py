@@ -186,11 +186,11 @@ class DecoderShape:
 
 
 class DecoderLayers(Protocol):
-    """All layers of a decoder, prepared once for its backend."""
+    """A decoder but for its head, prepared once for its backend."""
 
     def __call__(
         self,
-        x: Tensor,
+        token_ids: Tensor,
         rotary_positions: Tensor,
         cos_sin: Tensor,
         batch: AttentionBatch,
@@ -201,10 +201,10 @@ class DecoderLayers(Protocol):
         """Computes the layers one behind the other and writes their K and V into kv_layers, one a layer, all views of
         one pool.
 
-        x: (T, hidden), contiguous, the residual stream, which may be overwritten; rotary_positions, cos_sin: see
-        `Backend.rotary`; on_progress is called now and then; rows: (R,) int64, ascending, the tokens whose results are
-        wanted: a last layer need not compute more of the others than their K and V. None: all T. Returns (R, hidden),
-        the stream behind the last layer.
+        token_ids: (T,) int32, rows of the embedding; rotary_positions, cos_sin: see `Backend.rotary`; on_progress is
+        called now and then; rows: (R,) int64, ascending, the tokens whose results are wanted: a last layer need not
+        compute more of the others than their K and V. None: all T. Returns (R, hidden), the residual stream behind the
+        last layer and the norm behind it, which the next call may overwrite.
         """
         ...
 
@@ -286,9 +286,15 @@ class Backend(Protocol):
         """
         ...
 
-    def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> DecoderLayers:
+    def decoder_layers(
+        self, embedding: Tensor, layers: Sequence[DecoderLayer], last_norm: Tensor, shape: DecoderShape
+    ) -> DecoderLayers:
         """Prepares the layers of a decoder, whose linear layers are this backend's. Their values are those of the
-        single ops in the order of `layers.ComposedLayers`, to the bit."""
+        single ops in the order of `layers.ComposedLayers`, to the bit.
+
+        embedding: (vocab_size, hidden) of the activations' dtype, where the residual stream begins; last_norm:
+        (hidden,), gains of the norm behind the last layer.
+        """
         ...
 
     def int4_linear(

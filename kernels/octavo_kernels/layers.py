@@ -1,4 +1,4 @@
-"""The layers of a decoder, composed of a backend's ops one by one: what every backend's `decoder_layers` computes.
+"""A decoder but for its head, composed of a backend's ops one by one: what every backend's `decoder_layers` computes.
 
 It serves backends that have nothing faster, and says which op stands where.
 """
@@ -15,12 +15,20 @@ from octavo_kernels.backend import AttentionBatch, Backend, DecoderLayer, Decode
 class ComposedLayers:
     """See `octavo_kernels.backend.DecoderLayers`."""
 
-    def __init__(self, backend: Backend, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        embedding: Tensor,
+        layers: Sequence[DecoderLayer],
+        last_norm: Tensor,
+        shape: DecoderShape,
+    ) -> None:
         self._ops, self._layers, self._shape = backend, tuple(layers), shape
+        self._embedding, self._last_norm = embedding, last_norm
 
     def __call__(
         self,
-        x: Tensor,
+        token_ids: Tensor,
         rotary_positions: Tensor,
         cos_sin: Tensor,
         batch: AttentionBatch,
@@ -29,13 +37,14 @@ class ComposedLayers:
         rows: Tensor | None = None,
     ) -> Tensor:
         ops, eps = self._ops, self._shape.norm_eps
+        x = self._embedding.index_select(0, token_ids)
         for layer, kv in zip(self._layers, kv_layers, strict=True):
             qkv = layer.qkv(ops.rms_norm(x, layer.input_norm, eps))
             x = layer.output(self._attend(layer, qkv, rotary_positions, cos_sin, batch, kv), x)
             h = ops.rms_norm(x, layer.mlp_norm, eps)
             x = layer.down(ops.silu_mul(layer.gate_up(h)), x)
             on_progress()
-        return x if rows is None else x.index_select(0, rows)
+        return ops.rms_norm(x if rows is None else x.index_select(0, rows), self._last_norm, eps)
 
     def _attend(
         self,

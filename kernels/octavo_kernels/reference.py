@@ -85,8 +85,10 @@ class ReferenceBackend:
     ) -> ReferenceFp8Linear:
         return ReferenceFp8Linear(weight, bias, dtype, out_dtype)
 
-    def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> ComposedLayers:
-        return ComposedLayers(self, layers, shape)
+    def decoder_layers(
+        self, embedding: Tensor, layers: Sequence[DecoderLayer], last_norm: Tensor, shape: DecoderShape
+    ) -> ComposedLayers:
+        return ComposedLayers(self, embedding, layers, last_norm, shape)
 
     def int4_linear(
         self,

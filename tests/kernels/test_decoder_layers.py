@@ -1,8 +1,9 @@
-"""All layers of a decoder in one call: the values of the single ops, to the bit."""
+"""A decoder but for its head in one call: the values of the single ops, to the bit."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -13,7 +14,23 @@ from tests.kernels.cases import DTYPES, ISAS, TOLERANCES, normal
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, BLOCK = 48, 80, 6, 2, 16, 8
 SHAPE = DecoderShape(HEADS, KV_HEADS, HEAD_DIM, 1e-5, HEAD_DIM**-0.5)
+VOCAB = 97
 COUNTS = ((1,), (1, 1, 1, 1, 1), (70, 1, 9))
+
+
+def make_gains(width, dtype, seed):
+    return (1 + normal(width, dtype=torch.float32, seed=seed, scale=0.1)).to(dtype)
+
+
+def prepare(layers, make, dtype=None):
+    """Gives a decoder of these layers, by a backend's `decoder_layers` or another that takes the same."""
+    norm_dtype = layers[0].input_norm.dtype if layers else torch.float32
+    embedding = normal(VOCAB, HIDDEN, dtype=dtype or norm_dtype, seed=9)
+    return make(embedding, layers, make_gains(HIDDEN, norm_dtype, 77), SHAPE)
+
+
+def composed(backend, layers, dtype):
+    return prepare(layers, functools.partial(ComposedLayers, backend), dtype)
 
 
 def make_layers(backend, dtype, *, group="none", has_norms=False, bias=False, window=None, norm_dtype=None):
@@ -27,7 +44,7 @@ def make_layers(backend, dtype, *, group="none", has_norms=False, bias=False, wi
         return backend.int8_linear(weight, biases, dtype=dtype, group=group)
 
     def gains(width, seed):
-        return (1 + normal(width, dtype=torch.float32, seed=seed, scale=0.1)).to(norm_dtype or dtype)
+        return make_gains(width, norm_dtype or dtype, seed)
 
     return [
         DecoderLayer(
@@ -65,16 +82,17 @@ def make_pass(dtype, counts, past=5, kv_dtype=None):
     )
     angles = torch.arange(128.0)[:, None] * 0.5 ** torch.arange(HEAD_DIM / 2)
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-    return normal(sum(counts), HIDDEN, dtype=dtype, seed=9), cos_sin, batch, layout, pool
+    token_ids = torch.randint(VOCAB, (sum(counts),), generator=torch.Generator().manual_seed(5)).int()
+    return token_ids, cos_sin, batch, layout, pool
 
 
 def run(layers, case):
-    x, cos_sin, batch, layout, pool = case
+    token_ids, cos_sin, batch, layout, pool = case
     own = pool.clone()
     calls = []
-    out = layers(x.clone(), batch.positions, cos_sin, batch, layout.layers(own), lambda: calls.append(1))
+    out = layers(token_ids, batch.positions, cos_sin, batch, layout.layers(own), lambda: calls.append(1))
     assert calls
-    return out, own
+    return out.clone(), own  # the next call may overwrite it
 
 
 @pytest.mark.parametrize("counts", COUNTS)
@@ -94,8 +112,8 @@ def run(layers, case):
 def test_equals_the_single_ops(native, isa, dtype, options, counts):
     backend = native(isa)
     layers, case = make_layers(backend, dtype, **options), make_pass(dtype, counts)
-    out, pool = run(backend.decoder_layers(layers, SHAPE), case)
-    expected, expected_pool = run(ComposedLayers(backend, layers, SHAPE), case)
+    out, pool = run(prepare(layers, backend.decoder_layers, dtype), case)
+    expected, expected_pool = run(composed(backend, layers, dtype), case)
     assert torch.equal(out, expected)
     assert torch.equal(pool, expected_pool)
     assert not torch.equal(pool, case[-1])
@@ -107,7 +125,8 @@ def test_equals_the_single_ops(native, isa, dtype, options, counts):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_that_are_wanted_have_the_bits_they_have_among_all(native, reference, dtype, has_norms, window, rows):
     for backend, is_exact in ((native(), True), (reference, False)):
-        layers = backend.decoder_layers(make_layers(backend, dtype, has_norms=has_norms, window=window), SHAPE)
+        layers = make_layers(backend, dtype, has_norms=has_norms, window=window)
+        layers = prepare(layers, backend.decoder_layers)
         counts = (1, 2, 3, 1) if max(rows, default=0) < 7 else (1, 2, 5, 72, 3)  # few and many tokens
         case = make_pass(dtype, counts)
         every, pool = run(layers, case)
@@ -120,7 +139,7 @@ def test_rows_that_are_wanted_have_the_bits_they_have_among_all(native, referenc
 
 @pytest.mark.parametrize("rows", [(1, 1), (2, 1), (-1,), (7,)])
 def test_rows_that_are_none_are_refused(native, rows):
-    layers = native().decoder_layers(make_layers(native(), torch.float32), SHAPE)
+    layers = prepare(make_layers(native(), torch.float32), native().decoder_layers)
     with pytest.raises(InvalidArgumentError, match=r"rows\[\d\] is -?\d; rows must ascend"):
         run(lambda *values: layers(*values, torch.tensor(rows)), make_pass(torch.float32, (1, 2, 3, 1)))
 
@@ -130,8 +149,8 @@ def test_rows_that_are_none_are_refused(native, rows):
 def test_quantized_k_and_v(native, isa, dtype):
     layers = make_layers(native(isa), dtype, has_norms=True)
     case = make_pass(dtype, (5, 1), kv_dtype=torch.int8)
-    out, pool = run(native(isa).decoder_layers(layers, SHAPE), case)
-    expected, expected_pool = run(ComposedLayers(native(isa), layers, SHAPE), case)
+    out, pool = run(prepare(layers, native(isa).decoder_layers), case)
+    expected, expected_pool = run(composed(native(isa), layers, dtype), case)
     assert torch.equal(out, expected)
     assert torch.equal(pool, expected_pool)
 
@@ -139,16 +158,16 @@ def test_quantized_k_and_v(native, isa, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_reference(native, reference, dtype):
     case = make_pass(dtype, (9, 1))
-    out, _ = run(native().decoder_layers(make_layers(native(), dtype, has_norms=True), SHAPE), case)
-    expected, _ = run(reference.decoder_layers(make_layers(reference, dtype, has_norms=True), SHAPE), case)
+    out, _ = run(prepare(make_layers(native(), dtype, has_norms=True), native().decoder_layers), case)
+    expected, _ = run(prepare(make_layers(reference, dtype, has_norms=True), reference.decoder_layers), case)
     atol, rtol = TOLERANCES[dtype]
     torch.testing.assert_close(out, expected, atol=10 * atol, rtol=10 * rtol)
 
 
 def test_a_row_has_its_bits_beside_any_others(native):
-    layers = native().decoder_layers(make_layers(native(), torch.bfloat16, group=None), SHAPE)
-    x, cos_sin, batch, layout, pool = make_pass(torch.bfloat16, (1,) * 7)
-    together, _ = run(layers, (x, cos_sin, batch, layout, pool))
+    layers = prepare(make_layers(native(), torch.bfloat16, group=None), native().decoder_layers)
+    token_ids, cos_sin, batch, layout, pool = make_pass(torch.bfloat16, (1,) * 7)
+    together, _ = run(layers, (token_ids, cos_sin, batch, layout, pool))
     for index in range(7):
         alone = dataclasses.replace(
             batch,
@@ -158,23 +177,23 @@ def test_a_row_has_its_bits_beside_any_others(native):
             context_lens=batch.context_lens[index : index + 1],
             block_tables=batch.block_tables[index : index + 1],
         )
-        out, _ = run(layers, (x[index : index + 1], cos_sin, alone, layout, pool))
+        out, _ = run(layers, (token_ids[index : index + 1], cos_sin, alone, layout, pool))
         assert torch.equal(out[0], together[index])
 
 
 def test_many_tokens_show_progress_layer_by_layer(native):
-    layers = native().decoder_layers(make_layers(native(), torch.float32), SHAPE)
+    layers = prepare(make_layers(native(), torch.float32), native().decoder_layers)
     for counts, expected in (((3,), 1), ((64,), 3)):
-        x, cos_sin, batch, layout, pool = make_pass(torch.float32, counts)
+        token_ids, cos_sin, batch, layout, pool = make_pass(torch.float32, counts)
         calls = []
-        layers(x, batch.positions, cos_sin, batch, layout.layers(pool), lambda calls=calls: calls.append(1))
+        layers(token_ids, batch.positions, cos_sin, batch, layout.layers(pool), lambda calls=calls: calls.append(1))
         assert len(calls) == expected
 
 
 def test_no_tokens_are_no_work(native):
-    layers = native().decoder_layers(make_layers(native(), torch.float32), SHAPE)
-    x, cos_sin, batch, layout, pool = make_pass(torch.float32, (1,))
-    assert layers(x[:0], batch.positions[:0], cos_sin, batch, layout.layers(pool), lambda: None).shape == (0, HIDDEN)
+    layers = prepare(make_layers(native(), torch.float32), native().decoder_layers)
+    ids, cos_sin, batch, layout, pool = make_pass(torch.float32, (1,))
+    assert layers(ids[:0], batch.positions[:0], cos_sin, batch, layout.layers(pool), lambda: None).shape == (0, HIDDEN)
 
 
 class TestRefuses:
@@ -194,21 +213,35 @@ class TestRefuses:
             ([good[0], make_layers(backend, torch.bfloat16)[1]], "of torch.bfloat16"),
         ):
             with pytest.raises(InvalidArgumentError, match=message):
-                backend.decoder_layers(wrong, SHAPE)
+                prepare(wrong, backend.decoder_layers)
+
+    def test_what_stands_on_both_sides(self, native):
+        backend = native()
+        layers, gains = make_layers(backend, torch.float32), torch.ones(HIDDEN)
+        for embedding, norm, message in (
+            (torch.zeros(VOCAB, HIDDEN + 1), gains, "embedding has shape"),
+            (torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16), gains, "embedding has shape"),
+            (torch.zeros(HIDDEN, VOCAB).T, gains, "embedding has shape"),
+            (torch.zeros(VOCAB, HIDDEN), gains[1:], "last_norm has shape"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=message):
+                backend.decoder_layers(embedding, layers, norm, SHAPE)
 
     def test_batches(self, native):
-        layers = native().decoder_layers(make_layers(native(), torch.float32), SHAPE)
-        x, cos_sin, batch, layout, pool = make_pass(torch.float32, (2, 1))
+        layers = prepare(make_layers(native(), torch.float32), native().decoder_layers)
+        token_ids, cos_sin, batch, layout, pool = make_pass(torch.float32, (2, 1))
         kv = layout.layers(pool)
 
-        def call(x=x, rotary=None, kv=kv, **columns):
+        def call(token_ids=token_ids, rotary=None, kv=kv, **columns):
             changed = dataclasses.replace(batch, **columns)
             rotary = changed.positions if rotary is None else rotary
-            layers(x, rotary, cos_sin, changed, kv, lambda: None)
+            layers(token_ids, rotary, cos_sin, changed, kv, lambda: None)
 
         before = pool.clone()
         for message, options in (
-            ("x has shape", {"x": x.double()}),
+            ("token_ids has shape", {"token_ids": token_ids.long()}),
+            (r"token_ids\[2\] is 97", {"token_ids": torch.tensor([0, 96, 97], dtype=torch.int32)}),
+            (r"token_ids\[0\] is -1", {"token_ids": torch.tensor([-1, 0, 1], dtype=torch.int32)}),
             ("slot 9999", {"slots": torch.tensor([0, 9999, 1], dtype=torch.int32)}),
             ("position 500", {"rotary": torch.tensor([0, 1, 500], dtype=torch.int32)}),
             ("block 77", {"block_tables": batch.block_tables * 0 + 77}),

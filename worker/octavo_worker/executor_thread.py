@@ -48,8 +48,12 @@ class ExecutorThread:
         """See `hold`; called from within a job."""
         self._num_held -= 1
 
+    def post(self, job: Callable[[], None]) -> None:
+        """Runs a job, which must not raise, behind those given before; nobody waits for it."""
+        self._jobs.put(job)
+
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Runs a job behind those submitted before. Its result or exception is the future's."""
+        """Runs a job behind those given before. Its result or exception is the future's."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -62,7 +66,7 @@ class ExecutorThread:
             else:
                 future.set_result(value)
 
-        self._jobs.put(run)
+        self.post(run)
         return future
 
     def advance(self) -> None:
@@ -70,7 +74,7 @@ class ExecutorThread:
         self.tick += 1
 
     def stop(self, timeout_s: float) -> bool:
-        """Ends the thread behind the jobs submitted so far. Returns whether it ended in time."""
+        """Ends the thread behind the jobs given so far. Returns whether it ended in time."""
         self._jobs.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -86,7 +86,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         resetting = self._reset()
         outbox = _Outbox()
         self._outboxes.add(outbox)
-        tasks = [asyncio.create_task(self._read(requests, session, outbox)), asyncio.create_task(self._tick(outbox))]
+        beside = (self._read(requests, session, outbox), self._watch(session, outbox), self._tick(outbox))
+        tasks = [asyncio.create_task(work) for work in beside]
         try:
             await _begun(resetting)
             yield session.opened()
@@ -139,21 +140,14 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             raise _End(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
 
     async def _read(self, requests: AsyncIterator[pb.RunRequest], session: Session, outbox: _Outbox) -> None:
-        """Hands messages to the executor until the stream ends, one does not fit, or the lease lapses."""
+        """Hands messages to the executor until the stream ends or one does not fit."""
         try:
-            while True:
-                async with asyncio.timeout(self._lease.lease_s):
-                    request = await anext(requests)
+            async for request in requests:
                 session.accept(request, time.monotonic())
                 self._order(request, session, outbox)
-        except StopAsyncIteration:
             self._thread.submit(lambda: None).add_done_callback(
                 outbox.threadsafe(lambda _: outbox.end(grpc.StatusCode.OK, "the router closed the stream"))
             )
-        except TimeoutError:
-            silence = f"nothing was heard of router {session.router_name!r} for {self._lease.lease_s:g} s"
-            session.closed = True
-            outbox.end(grpc.StatusCode.FAILED_PRECONDITION, f"the lease lapsed: {silence}")
         except SessionError as error:
             session.closed = True
             outbox.end(grpc.StatusCode.FAILED_PRECONDITION, str(error))
@@ -161,6 +155,16 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             _log.exception("reading from router %r failed", session.router_name)
             session.closed = True
             outbox.end(grpc.StatusCode.INTERNAL, f"reading failed: {error}")
+
+    async def _watch(self, session: Session, outbox: _Outbox) -> None:
+        """Ends a session when its lease has lapsed."""
+        left_s = self._lease.lease_s
+        while left_s > 0:
+            await asyncio.sleep(left_s)
+            left_s = session.heard_at + self._lease.lease_s - time.monotonic()
+        session.close()
+        silence = f"nothing was heard of router {session.router_name!r} for {self._lease.lease_s:g} s"
+        outbox.end(grpc.StatusCode.FAILED_PRECONDITION, f"the lease lapsed: {silence}")
 
     def _order(self, request: pb.RunRequest, session: Session, outbox: _Outbox) -> None:
         """Puts a message's work into the executor's queue."""

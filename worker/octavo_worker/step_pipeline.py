@@ -31,13 +31,13 @@ class StepPipeline:
         self._waiter: threading.Thread | None = None
 
     def submit(self, begin: Callable[[], Step], on_failure: Callable[[], None]) -> Answer:
-        """Has a plan begun behind the jobs submitted before, and answers it.
+        """Has a plan begun behind the jobs given before, and answers it.
 
         on_failure: called in the executor's thread, before anything else is begun, when `begin` or the step raises;
         the answer's exception is that.
         """
         answer: Answer = Future()
-        self._thread.submit(lambda: self._begin(begin, answer, on_failure))
+        self._thread.post(lambda: self._begin(begin, answer, on_failure))
         return answer
 
     def _begin(self, begin: Callable[[], Step], answer: Answer, on_failure: Callable[[], None]) -> None:
@@ -65,7 +65,7 @@ class StepPipeline:
             step = self._waiting.get()
             with contextlib.suppress(Exception):  # finishing it meets the same, in the thread that tells of it
                 step.wait()
-            self._thread.submit(functools.partial(self._finish_held, step))
+            self._thread.post(functools.partial(self._finish_held, step))
 
     def _finish_held(self, step: Step) -> None:
         self._thread.let_go()

@@ -103,8 +103,10 @@ class CpuBackend:
             "the cpu backend has no linear layers of 8-bit floats; those of int8 take as much memory"
         )
 
-    def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> CpuDecoderLayers:
-        return CpuDecoderLayers(self, layers, shape)
+    def decoder_layers(
+        self, embedding: Tensor, layers: Sequence[DecoderLayer], last_norm: Tensor, shape: DecoderShape
+    ) -> CpuDecoderLayers:
+        return CpuDecoderLayers(self, embedding, layers, last_norm, shape)
 
     def int4_linear(
         self,

@@ -1,4 +1,4 @@
-"""The layers of a decoder in one native call: no dispatch, no allocation and no lock of Python's between their ops."""
+"""A decoder but for its head in one native call: no dispatch, no allocation and no lock of Python's between its ops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo_kernels.backend import AttentionBatch, DecoderLayer, DecoderShape, LayerKV
 from octavo_kernels.cpu.checks import DTYPES, check_batch, check_column, check_rotary_table, refuse
-from octavo_kernels.cpu.library import DecoderLayerPointers, DecoderPass, DecoderShapeStruct, PagedKV
+from octavo_kernels.cpu.library import DecoderLayerPointers, DecoderPass, DecoderStruct, PagedKV
 from octavo_kernels.cpu.linear import CpuLinear
 from octavo_kernels.errors import InvalidArgumentError
 
@@ -23,20 +23,31 @@ _MANY_TOKENS = 64
 
 
 class CpuDecoderLayers:
-    """See `octavo_kernels.backend.DecoderLayers`. Keeps the layers."""
+    """See `octavo_kernels.backend.DecoderLayers`. Keeps the layers and what is on both sides of them."""
 
-    def __init__(self, backend: CpuBackend, layers: Sequence[DecoderLayer], shape: DecoderShape) -> None:
+    def __init__(
+        self,
+        backend: CpuBackend,
+        embedding: Tensor,
+        layers: Sequence[DecoderLayer],
+        last_norm: Tensor,
+        shape: DecoderShape,
+    ) -> None:
         if not layers:
             raise InvalidArgumentError("layers is empty; at least one is needed")
         self._backend, self._layers, self._shape = backend, tuple(layers), shape
+        self._embedding, self._last_norm = embedding, last_norm
         first = self._layers[0]
         self._hidden = first.qkv.in_features
         self._dtype = _linear(first.qkv, "qkv").dtype
         inner = first.down.in_features
         for layer in self._layers:
             self._check_layer(layer, inner)
-        self._pointers = (DecoderLayerPointers * len(layers))(*map(_pointers, self._layers))
-        self._struct = DecoderShapeStruct(
+        fits = embedding.dtype is self._dtype and embedding.shape[1:] == (self._hidden,)
+        if not fits or not embedding.is_contiguous():
+            refuse("embedding", embedding, f"a contiguous (vocab_size, {self._hidden}) of {self._dtype} is needed")
+        check_column(last_norm, "last_norm", self._hidden, first.input_norm.dtype)
+        self._struct = DecoderStruct(
             DTYPES[self._dtype],
             DTYPES[first.input_norm.dtype],
             self._hidden,
@@ -44,13 +55,19 @@ class CpuDecoderLayers:
             shape.num_heads,
             shape.norm_eps,
             shape.scale,
+            embedding.data_ptr(),
+            embedding.shape[0],
+            (DecoderLayerPointers * len(layers))(*map(_pointers, self._layers)),
+            len(layers),
+            last_norm.data_ptr(),
         )
+        self._x = torch.empty((0, self._hidden), dtype=self._dtype)
         self._kv_layers: Sequence[LayerKV] | None = None
         self._paged = (PagedKV * 0)()
 
     def __call__(
         self,
-        x: Tensor,
+        token_ids: Tensor,
         rotary_positions: Tensor,
         cos_sin: Tensor,
         batch: AttentionBatch,
@@ -58,11 +75,14 @@ class CpuDecoderLayers:
         on_progress: Callable[[], None],
         rows: Tensor | None = None,
     ) -> Tensor:
-        if x.dtype is not self._dtype or x.shape[1:] != (self._hidden,) or not x.is_contiguous():
-            refuse("x", x, f"a contiguous (tokens, {self._hidden}) of {self._dtype} is needed")
-        tokens = x.shape[0]
+        tokens = token_ids.shape[0]
+        x = self._x
+        if x.shape[0] != tokens:
+            # Kept from step to step: making one lets go of Python's lock, for which the network's thread waits by now.
+            x = self._x = torch.empty((tokens, self._hidden), dtype=self._dtype)
         if tokens == 0:
             return x
+        check_column(token_ids, "token_ids", tokens, torch.int32)
         check_column(rotary_positions, "rotary_positions", tokens, torch.int32)
         check_column(batch.slots, "slots", tokens, torch.int32)
         check_batch(batch, tokens)
@@ -72,6 +92,7 @@ class CpuDecoderLayers:
         tables = batch.block_tables
         columns = DecoderPass(
             tokens,
+            token_ids.data_ptr(),
             rotary_positions.data_ptr(),
             cos_sin.data_ptr(),
             max_positions,
@@ -84,27 +105,17 @@ class CpuDecoderLayers:
             tables.data_ptr(),
             tables.stride(0),
             tables.shape[1],
-            None,
-            -1,
+            None if rows is None else rows.data_ptr(),
+            -1 if rows is None else len(rows),
         )
         if kv_layers is not self._kv_layers:
             self._describe_kv(kv_layers)
         count = len(self._layers)
         at_once = 1 if tokens >= _MANY_TOKENS else count
-        for begin in range(0, count, at_once):
-            if rows is not None and begin + at_once == count:
-                columns.wanted, columns.wanted_count = rows.data_ptr(), len(rows)
-            self._backend.check(
-                self._backend.library.octavo_decoder_layers(
-                    self._backend.context,
-                    ctypes.byref(self._struct),
-                    ctypes.byref(self._pointers[begin]),
-                    ctypes.byref(self._paged[begin]),
-                    at_once,
-                    ctypes.byref(columns),
-                    x.data_ptr(),
-                )
-            )
+        decoder, pass_, pointer = ctypes.byref(self._struct), ctypes.byref(columns), x.data_ptr()
+        compute = self._backend.library.octavo_decoder_layers
+        for first in range(0, count, at_once):
+            self._backend.check(compute(self._backend.context, decoder, self._paged, first, at_once, pass_, pointer))
             on_progress()
         return x if rows is None else x[: len(rows)]
 

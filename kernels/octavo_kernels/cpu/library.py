@@ -16,7 +16,7 @@ from octavo_kernels.errors import BackendUnavailableError
 LIBRARY_PATH = Path(__file__).with_name("liboctavo_cpu.so")
 # Forces an instruction set; for tests and for comparing machines.
 ISA_VARIABLE = "OCTAVO_CPU_ISA"
-_INTERFACE_VERSION = 6
+_INTERFACE_VERSION = 7
 
 
 class PagedKV(Structure):
@@ -51,8 +51,8 @@ class DecoderLayerPointers(Structure):
     )
 
 
-class DecoderShapeStruct(Structure):
-    """`DecoderShape` of csrc/decoder.cpp."""
+class DecoderStruct(Structure):
+    """`Decoder` of csrc/decoder.cpp."""
 
     _fields_ = (
         ("dtype", c_int32),
@@ -62,6 +62,11 @@ class DecoderShapeStruct(Structure):
         ("num_heads", c_int64),
         ("norm_eps", c_float),
         ("scale", c_float),
+        ("embedding", c_void_p),
+        ("vocab_size", c_int64),
+        ("layers", POINTER(DecoderLayerPointers)),
+        ("num_layers", c_int64),
+        ("last_norm", c_void_p),
     )
 
 
@@ -70,6 +75,7 @@ class DecoderPass(Structure):
 
     _fields_ = (
         ("tokens", c_int64),
+        ("token_ids", c_void_p),
         ("rotary_positions", c_void_p),
         ("cos_sin", c_void_p),
         ("max_positions", c_int64),
@@ -88,7 +94,7 @@ class DecoderPass(Structure):
 
 
 _P, _I, _N, _KV = c_void_p, c_int32, c_int64, POINTER(PagedKV)
-_SHAPE, _LAYERS, _PASS = POINTER(DecoderShapeStruct), POINTER(DecoderLayerPointers), POINTER(DecoderPass)
+_DECODER, _PASS = POINTER(DecoderStruct), POINTER(DecoderPass)
 
 # Arguments, the context first, of the functions that return 0 or a status with a message.
 _FUNCTIONS: dict[str, tuple[type, ...]] = {
@@ -97,7 +103,7 @@ _FUNCTIONS: dict[str, tuple[type, ...]] = {
     "octavo_linear_create_int4": (_P, _I, _I, _P, _P, _P, _N, _N, _P, POINTER(c_void_p)),
     "octavo_linear": (_P, _P, _P, _N, _N, _P, _N, _P),
     "octavo_linear_argmax": (_P, _P, _P, _N, _N, _P),
-    "octavo_decoder_layers": (_P, _SHAPE, _LAYERS, _KV, _N, _PASS, _P),
+    "octavo_decoder_layers": (_P, _DECODER, _KV, _N, _N, _PASS, _P),
     "octavo_rms_norm": (_P, _I, _I, _P, _N, _N, _N, _N, _N, _P, c_float, _P),
     "octavo_rotary": (_P, _I, _P, _N, _N, _N, _N, _P, _P, _N, _N),
     "octavo_silu_mul": (_P, _I, _P, _N, _N, _N, _P),

@@ -98,8 +98,10 @@ class TritonBackend:
     ) -> Fp8Linear:
         return Fp8Linear(weight, bias, dtype, out_dtype)
 
-    def decoder_layers(self, layers: Sequence[DecoderLayer], shape: DecoderShape) -> ComposedLayers:
-        return ComposedLayers(self, layers, shape)
+    def decoder_layers(
+        self, embedding: Tensor, layers: Sequence[DecoderLayer], last_norm: Tensor, shape: DecoderShape
+    ) -> ComposedLayers:
+        return ComposedLayers(self, embedding, layers, last_norm, shape)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)

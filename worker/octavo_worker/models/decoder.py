@@ -45,7 +45,7 @@ class Decoder:
         self.config, self.dtype, self.num_sampled = config, dtype, num_sampled
         self._backend = backend
         reader = LayerReader(config, weights, backend, dtype, quantization)
-        self._embedding = reader.embedding()
+        embedding = reader.embedding()
         layers: list[DecoderLayer] = []
         for index in range(config.num_layers):
             layers.append(reader.layer(index))
@@ -53,8 +53,8 @@ class Decoder:
         shape = DecoderShape(
             config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps, config.head_dim**-0.5
         )
-        self._layers = backend.decoder_layers(layers, shape)
-        self._norm, self._head = reader.head(num_sampled)
+        last_norm, self._head = reader.head(num_sampled)
+        self._layers = backend.decoder_layers(embedding, layers, last_norm, shape)
         self.num_parameters = reader.num_parameters
         self._rotary = RotaryTable(config.rope, config.head_dim, config.max_model_len, backend.device)
 
@@ -92,23 +92,23 @@ class Decoder:
         rows: Tensor | None = None,
         on_progress: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """`forward` up to the last layer: what `logits` takes, (R, hidden) in the model's dtype.
+        """`forward` up to the head: what `logits` takes, (R, hidden) in the model's dtype. The next call may overwrite
+        it.
 
         rows: (R,) int64, ascending, the tokens that are wanted; None: all.
         """
         positions, cos_sin = self._rotary.select(batch.positions, prompt_lens)
-        x = self._embedding.index_select(0, token_ids)  # (T, hidden)
-        return self._layers(x, positions, cos_sin, batch, kv_layers, on_progress, rows)
+        return self._layers(token_ids, positions, cos_sin, batch, kv_layers, on_progress, rows)
 
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """Logits of some rows of what `hidden` gives, hidden: (T, hidden); rows: (R,) int64, None: all. Returns
         (R, num_sampled) fp32; a row's bits do not depend on the others."""
-        return self._head(self._normed(hidden, rows))
+        return self._head(_rows(hidden, rows))
 
     def greedy(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """The ids of the greatest `logits`, (R,) int64; -1 where these are not finite."""
-        return self._backend.linear_argmax(self._head, self._normed(hidden, rows))
+        return self._backend.linear_argmax(self._head, _rows(hidden, rows))
 
-    def _normed(self, hidden: Tensor, rows: Tensor | None) -> Tensor:
-        wanted = hidden if rows is None else hidden.index_select(0, rows)
-        return self._backend.rms_norm(wanted, self._norm, self.config.rms_norm_eps)
+
+def _rows(hidden: Tensor, rows: Tensor | None) -> Tensor:
+    return hidden if rows is None else hidden.index_select(0, rows)

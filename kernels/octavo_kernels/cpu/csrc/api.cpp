@@ -14,7 +14,7 @@
 namespace octavo {
 namespace {
 
-constexpr int32_t kInterfaceVersion = 6;
+constexpr int32_t kInterfaceVersion = 7;
 
 // From the most to the least capable.
 const Kernels* const kAllKernels[] = {
