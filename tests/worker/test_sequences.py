@@ -1,12 +1,23 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.worker.v1 import worker_pb2 as pb
 from octavo_worker.processors import LogitProcessors
-from octavo_worker.sequences import RaggedRows, SequenceTable
+from octavo_worker.sampler import sample_columns
+from octavo_worker.sequences import (
+    MIN_TEMPERATURE,
+    NEEDS_LOGITS,
+    NEEDS_NOISE,
+    NEEDS_PROMPT_SCORES,
+    RaggedRows,
+    SequenceTable,
+)
 
 PARAMS = pb.SequenceParams(temperature=0.5, top_p=0.9, seed=(1 << 64) - 1, suppressed_token_ids=[3, 4])
 PROCESSORS = LogitProcessors(96, None)
@@ -68,6 +79,40 @@ def test_table_keeps_and_replaces_sequences() -> None:
     assert table.put(7, np.array([9], np.int32), np.array([], np.int32), 1, pb.SequenceParams()) == row
     assert table.tokens.get(row).tolist() == [9]
     assert row not in table.processors
+
+
+@pytest.mark.parametrize(
+    ("params", "needs"),
+    [
+        ({}, 0),
+        ({"temperature": 9e-6, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 4}, 0),
+        ({"temperature": MIN_TEMPERATURE}, NEEDS_NOISE),  # compared in fp32, as the sampler does
+        ({"temperature": 0.7}, NEEDS_NOISE),
+        ({"candidate_count": 2}, NEEDS_LOGITS),
+        ({"return_logprobs": True}, NEEDS_LOGITS),
+        ({"return_prompt_logprobs": True}, NEEDS_PROMPT_SCORES),
+        ({"suppressed_token_ids": [3], "min_token_count": 1}, NEEDS_LOGITS),
+        ({"allowed_token_ids": [3]}, NEEDS_LOGITS),
+        ({"grammar": "start: /a/"}, NEEDS_LOGITS),
+        ({"frequency_penalty": 0.5, "temperature": 1.0, "return_prompt_logprobs": True}, 7),
+    ],
+    ids=str,
+)
+def test_what_sampling_a_sequence_needs(params: dict[str, Any], needs: int) -> None:
+    table = SequenceTable(4)
+    tokens, blocks, message = np.array([1], np.int32), np.array([0], np.int32), pb.SequenceParams(**params)
+    plain = table.put(1, tokens, blocks, 1, pb.SequenceParams())
+    row = table.put(2, tokens, blocks, 1, message, PROCESSORS.prepare(message))
+    child = table.fork(table.params[row].copy(), table.processors.get(row), 3, tokens, blocks)
+    assert [table.needs(ints(*rows)) for rows in ((row,), (child,), (plain, child), (plain,), ())] == [
+        needs,
+        needs,
+        needs,
+        0,
+        0,
+    ]
+    is_cool = sample_columns(table.params[ints(row)], ints(1))[0] == 0
+    assert is_cool == (needs & NEEDS_NOISE == 0)
 
 
 def test_table_grows_and_reuses_rows() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -88,6 +89,11 @@ class Stream:
         while (response := await self.receive()).WhichOneof("body") == "progress":
             pass
         return response
+
+    async def until_end(self) -> None:
+        """Reads what is left. Raises the error that the stream ends with."""
+        while await self.call.read() is not grpc.aio.EOF:
+            pass
 
     async def status(self) -> tuple[grpc.StatusCode, str]:
         async with asyncio.timeout(20):
@@ -239,6 +245,33 @@ async def test_silence_ends_the_lease(decoder: Decoder, backend: Backend) -> Non
         code, details = await stream.status()
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert details == "the lease lapsed: nothing was heard of router 'router-a' for 0.2 s"
+
+
+async def test_messages_renew_the_lease(decoder: Decoder, backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
+    async with Worker(make_executor(decoder, backend), lease_s=0.4) as worker:
+        stream = await worker.open()
+        for _ in range(4):
+            await asyncio.sleep(0.2)
+            await stream.send(renew=pb.Renew())
+        await stream.send(plan=plan())
+        assert (await stream.result()).step_seq == 1
+        with pytest.raises(grpc.aio.AioRpcError, match="the lease lapsed"):
+            await stream.until_end()
+        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_who_has_closed_its_side_is_answered_however_long_that_takes(
+    decoder: Decoder, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Worker(make_executor(decoder, backend), lease_s=0.2) as worker:
+        real = worker.executor.begin
+        monkeypatch.setattr(worker.executor, "begin", lambda plan: (time.sleep(0.15), real(plan))[1])
+        stream = await worker.open()
+        for step in (plan(), decode(4)):
+            await stream.send(plan=step)
+        await stream.call.done_writing()
+        assert [(await stream.result()).step_seq for _ in range(2)] == [1, 2]
+        assert await stream.call.read() is grpc.aio.EOF
 
 
 async def test_progress_comes_while_a_step_runs_and_while_idle(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:

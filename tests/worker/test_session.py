@@ -108,6 +108,9 @@ def test_silent_router_loses_the_lease(lease: Lease) -> None:
     first = lease.open(opening(1), 0.0)
     assert not lease.lapsed(first, 10.0)
     assert lease.lapsed(first, 10.1)
+    first.close()
+    first.accept(message(first, 1, renew=pb.Renew()), 10.1)  # too late, and no renewal
+    assert lease.lapsed(first, 10.1)
     second = lease.open(opening(2, name="router-b"), 10.1)
     assert first.closed
     assert not lease.end(first)

@@ -79,7 +79,15 @@ def _time_pass(decoder: Decoder, pool: KVPool, device: Device, num_tokens: int) 
     blocks = np.arange(-(-num_tokens // block_size), dtype=np.int32)
     row = np.array([table.put(0, tokens, blocks, num_tokens, pb.SequenceParams())])
     counts = np.array([num_tokens])
-    batch = build_batch(table, row, np.zeros_like(counts), counts, block_size=block_size, upload=device.upload)
+    batch = build_batch(
+        table,
+        row,
+        np.zeros_like(counts),
+        counts,
+        block_size=block_size,
+        upload=device.upload,
+        with_prompt_lens=decoder.needs_prompt_lens,
+    )
     started = time.monotonic()
     logits = decoder.forward(
         batch.token_ids,

@@ -188,7 +188,7 @@ class SequenceTable:
         """Adds a sequence, or replaces it. processors: its own. Returns its row."""
         row = self._set(sequence_id, tokens, blocks, processors)
         options = None if processors is None else processors.options
-        needs = 0 if params.temperature < MIN_TEMPERATURE else NEEDS_NOISE
+        needs = 0 if np.float32(params.temperature) < MIN_TEMPERATURE else NEEDS_NOISE  # as the sampler compares
         if options is not None or params.return_logprobs or params.candidate_count > 0:
             needs |= NEEDS_LOGITS
         if params.return_prompt_logprobs:

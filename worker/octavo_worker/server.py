@@ -86,8 +86,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         resetting = self._reset()
         outbox = _Outbox()
         self._outboxes.add(outbox)
-        beside = (self._read(requests, session, outbox), self._watch(session, outbox), self._tick(outbox))
-        tasks = [asyncio.create_task(work) for work in beside]
+        tasks = [asyncio.create_task(self._read(requests, session, outbox)), asyncio.create_task(self._tick(outbox))]
         try:
             await _begun(resetting)
             yield session.opened()
@@ -96,6 +95,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
                 yield session.progress(self._thread.tick, self._thread.busy) if item is None else session.answer(item)
         except _End as end:
             _log.info("session of router %r ended, epoch %d: %s", session.router_name, session.epoch, end.message)
+            tasks[0].cancel()  # else it would fail on the stream's end, which is no news
             if end.code is not grpc.StatusCode.OK:
                 await context.abort(end.code, end.message)
         except (asyncio.CancelledError, GeneratorExit):
@@ -140,7 +140,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             raise _End(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from None
 
     async def _read(self, requests: AsyncIterator[pb.RunRequest], session: Session, outbox: _Outbox) -> None:
-        """Hands messages to the executor until the stream ends or one does not fit."""
+        """Hands messages to the executor until the stream ends, one does not fit, or the lease lapses."""
+        watch = asyncio.create_task(self._watch(session, outbox))
         try:
             async for request in requests:
                 session.accept(request, time.monotonic())
@@ -155,6 +156,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             _log.exception("reading from router %r failed", session.router_name)
             session.closed = True
             outbox.end(grpc.StatusCode.INTERNAL, f"reading failed: {error}")
+        finally:
+            watch.cancel()  # who has closed its side is not silent, but done
 
     async def _watch(self, session: Session, outbox: _Outbox) -> None:
         """Ends a session when its lease has lapsed."""

@@ -38,7 +38,8 @@ class Session:
     def accept(self, request: pb.RunRequest, now: float) -> None:
         """Takes a message into account. Raises SessionError when it does not fit."""
         self._check_header(request)
-        self.heard_at = now
+        if not self.closed:  # a lease that has lapsed does not come back
+            self.heard_at = now
         body = request.WhichOneof("body")
         if body == "open":
             raise SessionError("the session is open already; `open` comes first, and once")

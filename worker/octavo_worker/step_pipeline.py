@@ -37,6 +37,7 @@ class StepPipeline:
         the answer's exception is that.
         """
         answer: Answer = Future()
+        answer.set_running_or_notify_cancel()  # it is answered, whoever waits
         self._thread.post(lambda: self._begin(begin, answer, on_failure))
         return answer
 

@@ -53,9 +53,10 @@ inline Ahead fetch_ahead(const PackedLinear& layer, int64_t panel, int64_t chunk
                          int64_t steps, bool is_fast) {
   const char* const data = layer.data + panel * layer.panel_bytes;
   const int64_t share = layer.panel_bytes / chunks, step = share / (tiles * steps);
-  const bool is_used_once = chunks * tiles == 1;
-  const int64_t distance = is_used_once ? kFetchDistance : layer.panel_bytes + chunk * share;
-  return {data + distance, step, is_fast ? 0 : (step + 63) / 64, is_used_once};
+  const bool is_one_tile = chunks * tiles == 1;
+  const int64_t distance = is_one_tile ? kFetchDistance : layer.panel_bytes + chunk * share;
+  // A tile that is narrower than its panel goes over it several times, and fetches all of it each time.
+  return {data + distance, step, is_fast ? 0 : (step + 63) / 64, is_one_tile && tile_vectors(kTileRows) == 3};
 }
 
 // acc[r][j] += a[r][k] * panel[k][j] for k ascending; `a` holds fp32.
