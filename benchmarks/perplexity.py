@@ -104,6 +104,7 @@ def logits_of(decoder: Decoder, mode: Mode, backend: Backend, tokens: NDArray[np
     kv_layers = layout.layers(torch.zeros(layout.pool_shape(len(blocks)), dtype=layout.pool_dtype))
     table = SequenceTable(1)
     row = np.array([table.put(0, tokens, blocks, len(tokens), pb.SequenceParams())])
+    device = open_device(backend.device)
     for start in range(0, len(tokens), CHUNK):
         count = min(CHUNK, len(tokens) - start)
         batch = build_batch(
@@ -112,7 +113,7 @@ def logits_of(decoder: Decoder, mode: Mode, backend: Backend, tokens: NDArray[np
             np.array([start]),
             np.array([count]),
             block_size=BLOCK_SIZE,
-            upload=open_device(backend.device).upload,
+            upload=device.upload,
             with_prompt_lens=decoder.needs_prompt_lens,
         )
         yield decoder.forward(

@@ -97,8 +97,7 @@ class RaggedRows:
         """Appends counts[i] values to rows[i], each at most once; values: the rows' own, one behind the other."""
         lengths = self.lengths[rows]
         needed = lengths + counts
-        for index in np.flatnonzero(needed > self._capacities[rows]):
-            self._move(int(rows[index]), int(needed[index]))
+        self._reserve(rows, needed)
         self._data[_ranges(self._starts[rows] + lengths, counts)] = values
         self.lengths[rows] = needed
 
@@ -109,12 +108,10 @@ class RaggedRows:
     def append_one(self, rows: IntArray, values: TokenArray) -> None:
         """Appends values[i] to rows[i], each at most once."""
         lengths = self.lengths[rows]
-        is_full = lengths >= self._capacities[rows]
-        if is_full.any():
-            for row in rows[is_full].tolist():
-                self._move(row, int(self.lengths[row]) + 1)
+        needed = lengths + 1
+        self._reserve(rows, needed)
         self._data[self._starts[rows] + lengths] = values
-        self.lengths[rows] = lengths + 1
+        self.lengths[rows] = needed
 
     def pick(self, rows: IntArray, indices: IntArray) -> TokenArray:
         """Item indices[i] of row rows[i], which has it."""
@@ -134,6 +131,13 @@ class RaggedRows:
             return items
         inside = columns < lengths[:, None]
         return np.where(inside, self._data[np.where(inside, places, 0)], 0)
+
+    def _reserve(self, rows: IntArray, needed: IntArray) -> None:
+        """Moves the rows whose stretches have no room for needed[i] items."""
+        is_short = needed > self._capacities[rows]
+        if is_short.any():
+            for row, length in zip(rows[is_short].tolist(), needed[is_short].tolist(), strict=True):
+                self._move(row, length)
 
     def _move(self, row: int, needed: int) -> None:
         """Gives a row a new stretch for `needed` items or more, and takes its items along."""

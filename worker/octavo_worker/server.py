@@ -86,7 +86,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         resetting = self._reset()
         outbox = _Outbox()
         self._outboxes.add(outbox)
-        tasks = [asyncio.create_task(self._read(requests, session, outbox)), asyncio.create_task(self._tick(outbox))]
+        reader = asyncio.create_task(self._read(requests, session, outbox))
+        ticker = asyncio.create_task(self._tick(outbox))
         try:
             await _begun(resetting)
             yield session.opened()
@@ -95,7 +96,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
                 yield session.progress(self._thread.tick, self._thread.busy) if item is None else session.answer(item)
         except _End as end:
             _log.info("session of router %r ended, epoch %d: %s", session.router_name, session.epoch, end.message)
-            tasks[0].cancel()  # else it would fail on the stream's end, which is no news
+            reader.cancel()  # else it would fail on the stream's end, which is no news
             if end.code is not grpc.StatusCode.OK:
                 await context.abort(end.code, end.message)
         except (asyncio.CancelledError, GeneratorExit):
@@ -105,8 +106,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             if self._lease.end(session):
                 self._reset()  # else a successor holds it, and has reset before it began
             self._outboxes.discard(outbox)
-            for task in tasks:
-                task.cancel()
+            reader.cancel()
+            ticker.cancel()
 
     def _reset(self) -> asyncio.Future[None]:
         """Has the executor begin anew, behind whatever it is in. A device that cannot is told of in `device_failed`."""

@@ -254,8 +254,7 @@ void item(void* context, int64_t index, int) {
   int64_t row = (index % job.chunks) * job.chunk_rows;
   const int64_t end = row + job.chunk_rows < job.args->rows ? row + job.chunk_rows : job.args->rows;
   const int64_t tiles = (end - row + kTileRows - 1) / kTileRows;
-  Ahead ahead = fetch_ahead(*job.args->layer, panel, index % job.chunks, job.chunks, tiles, job.k_steps,
-                            false);
+  Ahead ahead = fetch_ahead(*job.args->layer, panel, index % job.chunks, job.chunks, tiles, job.k_steps, false);
   for (; row + kTileRows <= end; row += kTileRows) tile<T, NATIVE, kTileRows>(job, panel, row, ahead);
   last_tile<T, NATIVE, kTileRows - 1>(job, panel, row, end - row, ahead);
 }
